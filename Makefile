@@ -8,7 +8,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo test test-slow lint style types fast-tests check docs bench images clean
+.PHONY: help setup setup-test azurite demo test test-slow lint style types fast-tests check docs bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
@@ -19,12 +19,16 @@ help:
 	@echo "make bench   measure every figure beside its peers (ARGS=coordinator for one of them)"
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
+	@echo "make azurite  install Azure's emulator of storage, which its tests want (npm)"
 
 setup:
 	@$(PYTHON) scripts/setup.py
 
 setup-test:
 	@$(PYTHON) scripts/setup.py --tests
+
+azurite: setup
+	@cd tests/azurite && npm ci --no-audit --no-fund
 
 demo: setup
 	@$(BIN)/strata demo $(ARGS)

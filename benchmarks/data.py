@@ -1,9 +1,9 @@
-"""Samples lost and repeated when the world changes mid-epoch, beside the samplers of other projects.
+"""Samples lost and repeated when the world changes mid-epoch after a crash, beside the loaders of other projects.
 
     python -m benchmarks.data [--json]
 
-Each is driven as its own documentation says. torchdata is installed with the tests' packages; DLRover and MosaicML Streaming are
-installed into environments of their own in the cache directory.
+Each is driven as its own documentation says, with its own resume. torchdata and Hugging Face datasets are installed with the tests'
+packages; the others are installed into environments of their own in the cache directory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,28 @@ from strata.bench.data import resume
 from strata.bench.data.resume import TOTAL
 from strata.bench.table import report
 
-REQUIREMENTS = {"dlrover": "dlrover==0.6.1", "streaming": "mosaicml-streaming==0.13.0"}
-NAMES = {"torchdata": "torchdata", "dlrover": "DLRover", "streaming": "MosaicML Streaming"}
+REQUIREMENTS = {
+    "dlrover": ["dlrover==0.6.1"],
+    "streaming": [
+        "mosaicml-streaming==0.13.0",
+        "numpy<2.2",
+        "xxhash<4",
+        "zstd==1.5.6.8",
+        "Brotli",
+        "python-snappy",
+        "cramjam",
+        "catalogue",
+    ],
+    "grain": ["grain==0.2.18"],
+}
+WITH_DEPENDENCIES = {"grain"}
+NAMES = {
+    "torchdata": "torchdata",
+    "datasets": "Hugging Face datasets",
+    "dlrover": "DLRover",
+    "streaming": "MosaicML Streaming",
+    "grain": "Grain",
+}
 
 
 def _peer(peer: str, python: Path, schedule: list[int]) -> dict[str, Any]:
@@ -46,8 +66,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args(argv)
-    pythons = {"torchdata": Path(sys.executable)}
-    pythons |= {name: environment(name, [needed]) for name, needed in REQUIREMENTS.items()}
+    pythons = {"torchdata": Path(sys.executable), "datasets": Path(sys.executable)}
+    pythons |= {
+        name: environment(name, needed, with_dependencies=name in WITH_DEPENDENCIES)
+        for name, needed in REQUIREMENTS.items()
+    }
 
     def compare(schedule: list[int]) -> str:
         return ", ".join(

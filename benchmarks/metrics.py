@@ -2,18 +2,21 @@
 
     python -m benchmarks.metrics [--steps 1000000] [--runs 3]
     python -m benchmarks.metrics --page [--folder FOLDER]
+    python -m benchmarks.metrics --targets [--folder FOLDER]
 
 A worker per run registers and logs 50 metrics a step as fast as the coordinator takes them; then the API is read like a
 dashboard reads it. With `--page`, the history of the same runs is written to its file without workers, which is sooner done, and
-the dashboard's own pages are measured in a Chromium; `--folder` keeps that file for the next time. Prints a table; with
-`--json`, the figures.
+the dashboard's own pages are measured in a Chromium; `--folder` keeps that file for the next time. With `--targets`, that, what
+`job.log` costs and the sizes of the scripts are put beside what they are to be. Prints a table; with `--json`, the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -33,7 +36,7 @@ from strata.sinks import SinkRun
 from strata.training.metric_log import MetricLog
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.outbox import METRICS_KEPT_BYTES, MetricOutbox
-from tests.dashboard.browser import Browser
+from tests.dashboard.browser import Browser, build_dashboard
 from tests.support import Coordinator
 
 METRICS = 50
@@ -41,6 +44,8 @@ ZOOMS = 50
 CALLS = 5_000
 ROWS_AT_ONCE = 10_000
 PAGES, PAGE_ZOOMS = 5, 12
+THINKING_S = 1.0
+"""Between two zooms: nobody drags over a chart in the moment in which it has changed."""
 
 
 def log_costs() -> dict[str, float]:
@@ -184,7 +189,9 @@ def measure_page(folder: Path, runs: int, steps: int) -> dict[str, Any]:
                 figures[f"{page}_panels_in_view"] = browser.evaluate(DRAWN)
                 figures[f"{page}_ms"] = times
                 zooms = []
+                used_s = process.cpu_times()
                 for _ in range(PAGE_ZOOMS):
+                    time.sleep(THINKING_S)
                     start = float(chance.uniform(0, 0.8))
                     places = {
                         "FROM": f"{start:.3f}",
@@ -205,6 +212,9 @@ def measure_page(folder: Path, runs: int, steps: int) -> dict[str, Any]:
                         browser.until(DRAWN)
                 figures[f"{page}_zoom_range_ms"] = sorted(ms for ms, _ in zooms)
                 figures[f"{page}_zoom_ms"] = sorted(ms for _, ms in zooms)
+                now_s = process.cpu_times()
+                spent_s = now_s.user + now_s.system - used_s.user - used_s.system
+                figures[f"{page}_coordinator_ms_of_a_zoom"] = spent_s * 1000 / PAGE_ZOOMS
             browser.leave()
         figures["rss_after_mb"] = process.memory_info().rss / 1e6
         figures["load_after"] = os.getloadavg()[0]
@@ -226,7 +236,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--page", action="store_true", help="measure the dashboard in a browser")
     parser.add_argument("--folder", type=Path, help="where --page keeps its history")
+    parser.add_argument("--targets", action="store_true", help="all that has a target, beside it")
     given = parser.parse_args()
+    if given.targets:
+        targets(given.folder, given.runs, given.steps)
+        return
     if given.page:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as made:
@@ -278,6 +292,63 @@ def main() -> None:
         finally:
             coordinator.stop()
     show(figures, as_json=given.json)
+
+
+def script_sizes() -> tuple[int, int]:
+    """Bytes of all scripts of the dashboard, packed, and of those that its first page needs with its charts."""
+    packed = {
+        path.name: len(gzip.compress(path.read_bytes(), 9)) for path in build_dashboard.BUILT.rglob("*.js")
+    }
+    first = re.findall(r'/assets/([^"]+\.js)"', (build_dashboard.BUILT / "index.html").read_text())
+    plot = [name for name in packed if name.startswith("Plot-")]
+    return sum(packed.values()), sum(packed[name] for name in {*first, *plot})
+
+
+def targets(folder: Path | None, runs: int, steps: int) -> None:
+    load = os.getloadavg()[0]
+    costs = log_costs()
+    with tempfile.TemporaryDirectory() as made:
+        page = measure_page(folder or Path(made), runs, steps)
+    total, first = script_sizes()
+    rows = [
+        *((f"job.log: {kind}", f"{us:.1f} µs", 50, us) for kind, us in costs.items()),
+        (
+            "page of a run, median",
+            f"{statistics.median(page['run_ms']):,.0f} ms",
+            1_500,
+            statistics.median(page["run_ms"]),
+        ),
+        *(
+            (
+                what,
+                f"{statistics.median(page[key]):,.0f} ms (slowest {max(page[key]):,.0f})",
+                100,
+                statistics.median(page[key]),
+            )
+            for what, key in (
+                ("zoom: range shown, median", "run_zoom_range_ms"),
+                ("zoom: finer points of all panels, median", "run_zoom_ms"),
+            )
+        ),
+        ("JavaScript, gzip", f"{total / 1000:.1f} KB", 300_000, total),
+        ("JavaScript of the first page, gzip", f"{first / 1000:.1f} KB", 180_000, first),
+        (
+            "coordinator's memory, after beside before",
+            f"{page['rss_after_mb']:.0f} / {page['rss_before_mb']:.0f} MB",
+            2,
+            page["rss_after_mb"] / page["rss_before_mb"],
+        ),
+    ]
+    print(
+        f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {runs} runs of {METRICS} metrics × {steps:,} steps"
+    )
+    for what, said, limit, value in rows:
+        print(f"{what:45} {said:28} {'held' if value <= limit else 'NOT HELD'} (at most {limit:,})")
+    others = {
+        key: value for key, value in page.items() if key.startswith("compare") or "coordinator_ms" in key
+    }
+    for key, value in others.items():
+        print(f"{key}: {value}")
 
 
 def show(figures: dict[str, Any], *, as_json: bool) -> None:

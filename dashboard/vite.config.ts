@@ -17,7 +17,7 @@ export default defineConfig(({ command }) => ({
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
     // What the first page loads is one file: apart, its small modules are compressed worse.
-    rolldownOptions: { output: { advancedChunks: { groups: [{ name: "first", test: /node_modules\/(react|react-dom|scheduler)\/|src\/(api|state|format|mode|search|session|colors)/ }] } } },
+    rolldownOptions: { output: { advancedChunks: { groups: [{ name: "first", test: /node_modules\/(react|react-dom|scheduler)\/|removable|src\/(api|state|format|mode|search|session|colors)|src\/components\/(controls|states|values|Status|Card|Dialog|Page|Copy)|icons\/(activity|boxes|database)/ }] } } },
   },
   server: {
     proxy: {

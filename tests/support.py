@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -174,3 +175,23 @@ def run_in(checkpoints: Path) -> str:
     """What the run that keeps its checkpoints in a folder is called in shared memory."""
     record = checkpoints / "run.json"
     return f"run-{json.loads(record.read_text())['run']}" if record.exists() else "none"
+
+
+CLONE_NEWUTS = 0x04000000
+
+
+def may_name_machines() -> bool:
+    """Whether processes of this user may have host names of their own."""
+    code = f"import ctypes, socket; assert not ctypes.CDLL(None).unshare({CLONE_NEWUTS}); socket.sethostname('x')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def as_machine(name: str) -> Callable[[], None]:
+    """To be called in a new process: it, and what it starts, are on a machine of this name."""
+    libc = ctypes.CDLL(None)
+
+    def rename() -> None:
+        libc.unshare(CLONE_NEWUTS)
+        socket.sethostname(name)
+
+    return rename

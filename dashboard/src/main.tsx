@@ -41,6 +41,6 @@ if (root) {
 /** All code that is not needed yet, now: when the coordinator is away there is nobody to ask for it. */
 async function loadTheRest(): Promise<void> {
   await loadViews();
-  await Promise.all([import("./views/Tasks"), import("./views/tasks/Job"), import("./components/Chart")]);
+  await Promise.all([import("./views/Tasks"), import("./views/tasks/Job"), import("./components/Chart"), import("./shell/Palette")]);
   await import("./demo");
 }

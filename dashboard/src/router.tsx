@@ -9,7 +9,6 @@ import { DEMO_ONLY } from "./mode";
 import { parseSearch, stringifySearch, type Search } from "./search";
 import { Shell } from "./shell/Shell";
 import { Overview } from "./views/Overview";
-import { SignIn } from "./views/SignIn";
 
 const root = createRootRoute({ component: Shell, validateSearch: (search: Record<string, unknown>) => search as Search, notFoundComponent: NotFound });
 
@@ -34,7 +33,7 @@ const tasks = createRoute({
 });
 const logs = createRoute({ getParentRoute: () => root, path: "/logs", component: lazyRouteComponent(() => import("./views/Logs"), "Logs") });
 const settings = createRoute({ getParentRoute: () => root, path: "/settings", component: lazyRouteComponent(() => import("./views/Settings"), "Settings") });
-const signIn = createRoute({ getParentRoute: () => root, path: "/sign-in", component: SignIn });
+const signIn = createRoute({ getParentRoute: () => root, path: "/sign-in", component: lazyRouteComponent(() => import("./views/SignIn"), "SignIn") });
 
 export const router = createRouter({
   routeTree: root.addChildren([overview, runs, run, compare, workers, data, checkpoints, barriers, incidents, coordinator, tasks, logs, settings, signIn]),

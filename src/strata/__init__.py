@@ -21,6 +21,7 @@ _HOMES = {
     "DatasetRegistry": "strata.data.shards.registry",
     "ElasticLoader": "strata.data.loading.loader",
     "ElasticSampler": "strata.data.loading.sampler",
+    "Histogram": "strata.training.histogram",
     "Mixture": "strata.data.composing.mixture",
     "ShardManager": "strata.data.shards.manager",
     "StorageBackend": "strata.stores",
@@ -70,5 +71,6 @@ if TYPE_CHECKING:
     from strata.launch.context import current_task as current_task
     from strata.stores import StorageBackend as StorageBackend
     from strata.training import elastic as elastic
+    from strata.training.histogram import Histogram as Histogram
     from strata.training.recoverable import recoverable as recoverable
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

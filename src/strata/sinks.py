@@ -12,12 +12,15 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from strata.core.telemetry import histograms
+from strata.core.telemetry.histograms import HistogramBuckets
 from strata.errors import StrataError
 
 
@@ -39,7 +42,19 @@ class SinkRows:
     times: npt.NDArray[np.float64]
     """Unix seconds."""
     values: npt.NDArray[np.float64]
-    """A row for each step, a column for each name."""
+    """A row for each step, a column for each name; a histogram has one for each of its parts (`core.telemetry.histograms`)."""
+
+    def by_step(self) -> Iterator[tuple[int, float, dict[str, float], dict[str, HistogramBuckets]]]:
+        """Step, time, the metrics that are numbers and those that are histograms."""
+        of_histograms, of_numbers = histograms.split(self.names)
+        for step, at_s, row in zip(self.steps.tolist(), self.times.tolist(), self.values, strict=True):
+            found = {name: histograms.buckets(row[parts]) for name, parts in of_histograms.items()}
+            yield (
+                step,
+                at_s,
+                {self.names[index]: float(row[index]) for index in of_numbers},
+                {name: buckets for name, buckets in found.items() if buckets is not None},
+            )
 
     def where(self, which: npt.NDArray[np.bool_]) -> SinkRows:
         return replace(self, steps=self.steps[which], times=self.times[which], values=self.values[which])
@@ -104,16 +119,25 @@ class TensorBoard(Sink):
 
     def write(self, rows: SinkRows) -> None:
         value_of = self._summaries.Summary.Value
-        for step, at_s, values in zip(
-            rows.steps.tolist(), rows.times.tolist(), rows.values.tolist(), strict=True
-        ):
-            summary = self._summaries.Summary(
-                value=[
-                    value_of(tag=name, simple_value=value)
-                    for name, value in zip(rows.names, values, strict=True)
-                ]
-            )
+        for step, at_s, numbers, of_histograms in rows.by_step():
+            values = [value_of(tag=name, simple_value=value) for name, value in numbers.items()]
+            values += [
+                value_of(tag=name, histo=self._histogram(found)) for name, found in of_histograms.items()
+            ]
+            summary = self._summaries.Summary(value=values)
             self._writer.add_event(self._events.Event(wall_time=at_s, step=step, summary=summary))
+
+    def _histogram(self, found: HistogramBuckets) -> Any:
+        made = importlib.import_module("tensorboard.compat.proto.histogram_pb2").HistogramProto
+        return made(
+            min=found.edges[0],
+            max=found.edges[-1],
+            num=found.count,
+            sum=found.mean * found.count,
+            sum_squares=(found.std**2 + found.mean**2) * found.count,
+            bucket_limit=found.edges[1:].tolist(),
+            bucket=found.counts.tolist(),
+        )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -138,8 +162,13 @@ class WeightsAndBiases(Sink):
         self._run.define_metric("*", step_metric="trainer/step")
 
     def write(self, rows: SinkRows) -> None:
-        for step, values in zip(rows.steps.tolist(), rows.values.tolist(), strict=True):
-            self._run.log({"trainer/step": step, **dict(zip(rows.names, values, strict=True))})
+        made = _client("wandb", package="wandb").Histogram
+        for step, _, numbers, of_histograms in rows.by_step():
+            drawn = {
+                name: made(np_histogram=(found.counts.tolist(), found.edges.tolist()))
+                for name, found in of_histograms.items()
+            }
+            self._run.log({"trainer/step": step, **numbers, **drawn})
 
     def close(self) -> None:
         if self._run is not None:
@@ -147,7 +176,7 @@ class WeightsAndBiases(Sink):
 
 
 class MLflow(Sink):
-    """A run of MLflow, continued by every restart."""
+    """A run of MLflow, continued by every restart. It has no histograms: it gets their quantiles, as metrics of their own."""
 
     AT_ONCE = 1_000
     """What its server takes in one call."""
@@ -178,12 +207,13 @@ class MLflow(Sink):
 
     def write(self, rows: SinkRows) -> None:
         metric = importlib.import_module("mlflow.entities").Metric
+        names = [name.replace(histograms.MARK, "/") for name in rows.names]  # Which it does not take.
         values = [
             metric(name, value, int(at_s * 1000), step)
             for step, at_s, row in zip(
                 rows.steps.tolist(), rows.times.tolist(), rows.values.tolist(), strict=True
             )
-            for name, value in zip(rows.names, row, strict=True)
+            for name, value in zip(names, row, strict=True)
         ]
         for at in range(0, len(values), self.AT_ONCE):
             self._client.log_batch(self._id, metrics=values[at : at + self.AT_ONCE])

@@ -274,3 +274,34 @@ def test_all_of_it_works_on_a_bucket(server: Seaweed, monkeypatch: pytest.Monkey
     code, answer = run_json("ls", "s3://no-such-bucket/run")
     assert code == 2
     assert answer["hint"]
+
+
+def test_where_lists_copies_and_says_what_would_be_lost(folder: Path) -> None:
+    code, found = run_json("where", 20, folder)
+    assert code == 0
+    assert [(each["kind"], each["verified"]) for each in found["copies"]] == [("disk", None)]
+    assert found["safe_in"] == ["process"]
+    assert [each["steps"] for each in found["losses"]] == [0, None, None]
+    code, output = run("where", 20, folder, "--verify")
+    assert code == 0
+    assert "step 20 survives the loss of a process" in output
+    assert "Site lost:     everything, no bucket copy" in output
+    assert " verified" in output
+
+
+def test_where_of_a_damaged_copy_is_safe_nowhere(folder: Path) -> None:
+    damage(folder / "checkpoint_step_00000020.pt")
+    _, found = run_json("where", 20, folder, "--verify")
+    assert [each["verified"] for each in found["copies"]] == [False]
+    assert found["safe_in"] == []
+    assert found["losses"][0]["from_step"] == 10
+
+
+def test_where_of_a_step_without_copies_and_of_no_destination(folder: Path, tmp_path: Path) -> None:
+    code, output = run("where", 30, folder)
+    assert code == 1
+    assert "There is no copy of step 30." in output
+    assert run("where", 30, tmp_path / "nowhere")[0] != 0
+    code, output = run_json("where", 30, "--api", "http://127.0.0.1:9")
+    assert code == 2
+    assert output["hint"]

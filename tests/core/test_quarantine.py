@@ -7,7 +7,7 @@ import pytest
 from strata.core.event_text import describe
 from strata.core.faults.failures import Failure, WorkerError
 from strata.core.faults.incidents import IncidentView
-from strata.core.faults.restarts import Policy, PolicyError, Restarts
+from strata.core.faults.restarts import Policy, PolicyError, Restarts, Verdict
 from strata.core.fleet.quarantine import Quarantined, QuarantineView
 from strata.core.messages import (
     ClearHost,
@@ -142,3 +142,30 @@ def test_the_policy_decides_it_for_gpus_alone() -> None:
     assert not Restarts(Policy()).failed(ECC, lasted_s=5.0, now_s=1.0).quarantine
     with pytest.raises(PolicyError, match="preemption is 'quarantine'; it may be stop or continue"):
         Policy.parse("preemption=quarantine")
+
+
+DAMAGED = Failure(
+    rank=2,
+    host="node-9",
+    pid=5,
+    exit_code=1,
+    error=WorkerError(type="ReplicaDamaged", message="The state of rank 2 changed by itself 3 times"),
+)
+
+
+def test_a_machine_that_corrupts_again_and_again_is_out_of_use_whatever_the_policy_but_stop(
+    fleet: Fleet,
+) -> None:
+    def verdict(policy: str = "", *, failure: Failure = DAMAGED, can_quarantine: bool = True) -> Verdict:
+        restarts = Restarts(Policy.parse(policy))
+        return restarts.failed(failure, lasted_s=100.0, now_s=1.0, can_quarantine=can_quarantine)
+
+    assert verdict().quarantine
+    assert "changed by itself 3 times" in verdict().reason
+    assert verdict("gpu=stop").decision == "stop"
+    assert not verdict(failure=ECC).quarantine  # That is the policy's to say.
+    alone = verdict(can_quarantine=False)
+    assert (alone.decision, alone.quarantine) == ("restart", False)
+    report(fleet, DAMAGED)
+    (held,) = shown(fleet)
+    assert held.host == "node-9"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from strata import TrainingOrchestrator
+from strata.core.telemetry.histograms import PARTS, column
 from strata.core.telemetry.run_details import RunDetails, packed
 from strata.rpc import coordinator_pb2 as pb
+from strata.training.histogram import Histogram
 from strata.worker.outbox import MetricOutbox
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator, eventually
@@ -183,6 +186,75 @@ def test_zoom_is_shared_by_all_charts_and_brings_finer_points(fresh: Browser) ->
     see_drawn(page, "grad_norm")
     page.mouse((0.5, 0.5), twice=True, **panel("grad_norm", ".u-over"))
     page.until("!new URLSearchParams(location.search).has('zoom')")
+
+
+def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fresh: Browser) -> None:
+    page = fresh
+    page.open("/runs/alpha?tab=charts")
+    see_drawn(page, "loss")
+    page.until(
+        "performance.getEntriesByType('resource').filter(r => r.name.includes('points=2500') && r.responseEnd > 0).length > 0"
+    )
+    # Whoever asks now is not answered: what is drawn was there before.
+    page.evaluate(
+        "window.fetch = ((before) => (...args) => (args[0].url ?? String(args[0])).includes('from=')"
+        " ? new Promise(() => {}) : before(...args))(window.fetch)"
+    )
+    page.mouse((0.2, 0.5), (0.7, 0.5), held=True, **panel("loss", ".u-over"))
+    page.until("new URLSearchParams(location.search).has('zoom')")
+    first, last = map(int, query(page)["zoom"].split("-"))
+    see_drawn(page, "loss")
+    page.until(
+        "/at step ([0-9,]+), [^,]+ at step ([0-9,]+)/.test(document.querySelector(\"[data-panel='loss'] .sr-only\").textContent)"
+    )
+    said = page.text(**panel("loss", ".sr-only"))
+    begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", said))
+    assert first <= begin < end <= last
+    page.open("/runs")  # With a page of its own, and what it asks for.
+
+
+def test_a_histogram_is_one_panel_with_its_distribution(fresh: Browser, runs: Coordinator) -> None:
+    page = fresh
+    log_histograms(runs, "gamma")
+    page.open("/runs/gamma?tab=charts")
+    see_drawn(page, "grads#")
+    assert panels(page) == ["loss", "grads#"]
+    page.see(role="heading", name="grads", exact=True)
+    page.see("Median of grads", css="[data-panel='grads#'] .sr-only")
+    bars = "document.querySelector(\"[data-panel='grads#'] [data-shape] path\").getAttribute('d')"
+    page.until(f"{bars}.length > 100")
+    page.see("(90 %: -", css="[data-panel='grads#'] [data-value]")
+    at_the_end = page.evaluate(bars)
+    page.mouse((0.1, 0.5), (0.12, 0.5), **panel("grads#", ".u-over"))
+    page.until(f"{bars} !== {at_the_end!r}")
+    page.click("button", "Panels", exact=True)
+    page.see("histogram", css="[role=dialog] li")
+    page.click("button", "Done")
+    page.open("/runs/gamma?tab=details")
+    page.see("grads (median)", css="th")
+    page.open("/compare?runs=gamma,alpha")
+    page.see("grads (median)", css="th")
+    see_drawn(page, "grads#")
+
+
+def log_histograms(coordinator: Coordinator, name: str) -> None:
+    """A shape that has longer tails with every step."""
+    steps = np.arange(1, 201)
+    shape = np.array(
+        [float(part) for part in Histogram(np.random.default_rng(1).normal(size=9_999)).parts("")]
+    )
+    grads = np.sign(shape) * np.abs(shape) ** (1 + steps[:, None] / 200)
+    grads[:, PARTS.index("count")] = 9_999
+    values = np.column_stack([grads, 5 / steps]).astype("<f8")
+    names = [*(column("grads", part) for part in PARTS), "loss"]
+    with TrainingOrchestrator(coordinator.address, job_id=name) as worker:
+        worker.register_worker(f"{name}-rank0", run_id=f"run-of-{name}", run_generation=1)
+        outbox = MetricOutbox(generation=1, started_ms=int(time.time() * 1000), resumed_step=0)
+        worker.send_metrics(outbox)
+        times = time.time() - 200 + steps
+        outbox.put(pb.MetricRows(names=names, steps=steps, times=times, values=values.tobytes()))
+        eventually(partial(getattr, outbox, "is_empty"), within_s=60)
+        worker.deregister()
 
 
 def test_a_pointer_is_on_all_charts_and_settings_are_in_the_address(fresh: Browser) -> None:

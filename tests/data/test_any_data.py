@@ -298,27 +298,3 @@ def test_nodes_of_torchdata_keep_their_place() -> None:
     again = as_elastic_loader(make(), global_batch_size=8)
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert first + taken(again) == list(range(TOTAL))
-
-
-def test_streams_of_hugging_face_datasets_keep_their_place() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def make() -> Any:
-        return datasets.Dataset.from_dict({"id": list(range(TOTAL))}).to_iterable_dataset(num_shards=3)
-
-    def ids(loader: ElasticLoader, batches: int | None = None) -> list[int]:
-        found: list[int] = []
-        for number, batch in enumerate(loader, start=1):
-            found += batch.data["id"].tolist()
-            if number == batches:
-                break
-        return found
-
-    loader = as_elastic_loader(make(), global_batch_size=8)
-    first = ids(loader, batches=3)
-    again = as_elastic_loader(make(), global_batch_size=8)
-    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert first + ids(again) == list(range(TOTAL))
-    split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
-    with pytest.raises(DataError, match="divided among ranks already"):
-        as_elastic_loader(split_dataset_by_node(make(), rank=0, world_size=2), global_batch_size=8)

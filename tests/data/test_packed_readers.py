@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.mds_writer import KINDS, SAMPLES
+from benchmarks.mds_writer import sample as mosaicml_sample
 from strata.data import DataError, DatasetReader, discover
 from tests.support_datasets import in_members, lines, mds, tar, zstd
 
@@ -120,6 +122,24 @@ def test_mds_shards_are_read_by_number(tmp_path: Path, compression: str | None) 
     for i, row in zip([99, 0, 33, 32], reader.read([99, 0, 33, 32]), strict=True):
         assert (row["text"], row["number"], row["small"]) == (f"text {i}", i - 50, i)
         assert np.array_equal(row["array"], np.full((2, 2), i))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_format_s_own_writer_wrote_is_read(kind: str) -> None:
+    folder = Path(__file__).parent / "written_by_mosaicml" / kind
+    reader = DatasetReader(folder)
+    assert (reader.found.format, len(reader), len(reader.files)) == ("mds", SAMPLES, 3)
+    numbers = random.Random(kind).sample(range(SAMPLES), SAMPLES)
+    for i, row in zip(numbers, reader.read(numbers), strict=True):
+        expected = mosaicml_sample(i)
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_equal(row[name], value)
+            assert getattr(row[name], "dtype", None) == (
+                value.dtype if isinstance(value, np.ndarray) else None
+            )
+    compared = [reader.compare_digests(number) for number in range(3)]
+    assert compared == [{"raw": 2, "zstd": 2, "gz": 2}.get(kind, 0)] * 3
 
 
 def test_mds_encodings(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,10 @@ ROUTES = {
     "GET /api/quarantine": Expected("viewer"),
     "POST /api/quarantine": Expected("operator"),
     "DELETE /api/quarantine/{host}": Expected("operator"),
+    "GET /api/drains": Expected("viewer"),
+    "POST /api/drains": Expected("operator"),
+    "DELETE /api/drains/{host}": Expected("operator"),
+    "GET /api/machines": Expected("viewer"),
     "GET /api/datasets": Expected("viewer"),
     "POST /api/datasets": Expected("operator"),
     "DELETE /api/datasets/{dataset_id}": Expected("operator"),
@@ -71,6 +76,7 @@ ROUTES = {
     "GET /api/goodput": Expected("viewer"),
     "GET /api/jobs/{job_id}/goodput": Expected("viewer", "job"),
     "GET /api/jobs/{job_id}/mixture": Expected("viewer", "job"),
+    "GET /api/jobs/{job_id}/safety": Expected("viewer", "job"),
     "POST /api/jobs/{job_id}/mixture": Expected("operator", "job"),
     "GET /api/tasks": Expected("viewer"),
     "POST /api/tasks": Expected("operator"),
@@ -204,6 +210,9 @@ OTHERS = {
     "SwapValue",
     "ReportFailure",
     "AdmitHost",
+    "AnnounceDrain",
+    "ReportHandover",
+    "ReportHealth",
     "Presence",
     "Session",
 }
@@ -290,6 +299,30 @@ def test_a_failure_is_reported_for_ones_own_job_alone(
     assert [(one["run"], one["rank"], one["pid"]) for one in found] == [(OWN, 0, 4711)]
 
 
+def test_an_agent_says_nothing_about_machines_that_its_job_is_not_on(
+    guarded: Coordinator, tokens: dict[tuple[str, str | None], str], workers: dict[str, int]
+) -> None:
+    own = metadata(tokens["worker", OWN])
+    forbidden = "PERMISSION_DENIED forbidden"
+    drain = pb.AnnounceDrainRequest(host="somebody-elses", within_s=30, reason="r", source="aws")
+    left = pb.ReportHandoverRequest(host="somebody-elses", node="n", where="durable")
+    foreign = pb.ReportHandoverRequest(host="", node="n", job_id=FOREIGN)
+    unfit = pb.ReportHealthRequest(host="somebody-elses", failed={"gpu": "wrong"}, clock=time.time())
+    with stub(guarded.address) as calls:
+        assert refused(partial(calls.AnnounceDrain, drain, metadata=own, timeout=30)) == forbidden
+        assert refused(partial(calls.ReportHandover, left, metadata=own, timeout=30)) == forbidden
+        assert refused(partial(calls.ReportHandover, foreign, metadata=own, timeout=30)) == forbidden
+        # It is told what it is, and nobody else is.
+        assert calls.ReportHealth(unfit, metadata=own, timeout=30).unfit == "gpu: wrong"
+        for call, request in ((calls.AnnounceDrain, drain), (calls.ReportHealth, unfit)):
+            viewer = metadata(tokens["viewer", None])
+            assert refused(partial(call, request, metadata=viewer, timeout=30)) == forbidden
+    token = "the-admin-of-this-test"
+    assert guarded.call("GET", "/api/drains", token=token)[1] == []
+    assert guarded.call("GET", "/api/machines", token=token)[1] == []
+    assert "somebody-elses" not in str(guarded.call("GET", "/api/quarantine", token=token)[1])
+
+
 def test_a_worker_does_not_wait_at_anothers_barrier(
     guarded: Coordinator, tokens: dict[tuple[str, str | None], str], workers: dict[str, int]
 ) -> None:
@@ -330,6 +363,33 @@ def test_checkpoints_are_reported_for_ones_own_job_alone(
             lambda: calls.NotifyCheckpoint(notice, metadata=metadata(tokens["worker", OWN]), timeout=30)
         )
     assert code == "PERMISSION_DENIED forbidden"
+
+
+def test_agents_report_what_they_saved_for_ones_own_job_alone(
+    guarded: Coordinator, tokens: dict[tuple[str, str | None], str], workers: dict[str, int]
+) -> None:
+    """An agent is no worker and has no incarnation: whoever has none and does not say so is refused as before."""
+    notice = pb.NotifyCheckpointRequest(
+        worker_id="gone",
+        job_id=FOREIGN,
+        checkpoint_id="c",
+        step=1,
+        path="/c",
+        run_id="run",
+        metadata={"saved_by": "agent"},
+    )
+    own = metadata(tokens["worker", OWN])
+    with stub(guarded.address) as calls:
+        assert refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30)) == (
+            "PERMISSION_DENIED forbidden"
+        )
+        notice.job_id = OWN
+        unknown = refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30))
+        assert unknown == "NOT_FOUND not_found"  # No such run has started here.
+        notice.metadata.clear()
+        assert refused(lambda: calls.NotifyCheckpoint(notice, metadata=own, timeout=30)) == (
+            "PERMISSION_DENIED forbidden"
+        )
 
 
 def test_values_of_jobs_are_apart(guarded: Coordinator, tokens: dict[tuple[str, str | None], str]) -> None:

@@ -34,7 +34,7 @@ class Agent:
         self.proxy = stack.enter_context(Proxy(coordinator.grpc_port))
         self.client = CoordinatorCasClient(self.proxy.address, timeout_s=PATIENCE_S)
         self.presence: AgentPresence = self.client.join(
-            key, node=name, run_id="run", host="h", on_leave=lambda reason: None
+            key, node=name, run_id="run", host="h", on_leave=lambda reason, within_s: None
         )
         stack.callback(self.client.close)
         stack.callback(self.presence.close)
@@ -181,7 +181,7 @@ def test_a_coordinator_of_an_earlier_version_is_asked_once() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     client = CoordinatorCasClient(f"127.0.0.1:{port}", timeout_s=PATIENCE_S)
-    presence = client.join("old", node="n", run_id="run", host="h", on_leave=lambda reason: None)
+    presence = client.join("old", node="n", run_id="run", host="h", on_leave=lambda reason, within_s: None)
     presence._thread.join(PATIENCE_S)
     assert not presence._thread.is_alive()
     assert not presence.is_connected, "so it polls, and goes by keep-alives"

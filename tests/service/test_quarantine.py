@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +14,7 @@ import pytest
 from strata.rpc.cas import CoordinatorCasClient, HostRefused
 from tests.cli.running import strata
 from tests.service.clients import EventStream
-from tests.support import Coordinator, eventually
-
-CLONE_NEWUTS = 0x04000000
+from tests.support import Coordinator, as_machine, eventually, may_name_machines
 
 PROGRAM = """
 import os, socket, sys, time
@@ -91,11 +87,6 @@ def test_what_is_no_machine_or_no_reason_is_refused(coordinator: Coordinator, bo
 # --- real machines, as far as one can be several ---------------------------------------------------------------
 
 
-def _may_be_several_hosts() -> bool:
-    code = f"import ctypes, socket; assert not ctypes.CDLL(None).unshare({CLONE_NEWUTS}); socket.sethostname('x')"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
 class Machine:
     """An agent under a host name of its own."""
 
@@ -103,12 +94,6 @@ class Machine:
         self.output: list[str] = []
         self._changed = threading.Condition()
         (folder / "program.py").write_text(PROGRAM)
-        libc = ctypes.CDLL(None)
-
-        def rename() -> None:
-            libc.unshare(CLONE_NEWUTS)
-            socket.sethostname(name)
-
         command = [
             sys.executable,
             "-m",
@@ -136,7 +121,7 @@ class Machine:
             stderr=subprocess.STDOUT,
             text=True,
             env=env,
-            preexec_fn=rename,
+            preexec_fn=as_machine(name),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -171,7 +156,7 @@ class Machine:
 def test_a_machine_whose_gpu_fails_leaves_and_the_run_continues_without_it(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
-    if not _may_be_several_hosts():
+    if not may_name_machines():
         pytest.skip("this user may not name machines")
     machines: list[Machine] = []
 

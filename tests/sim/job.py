@@ -9,6 +9,9 @@ In every second simulation (odd seeds) the state is sharded: every rank has its 
 memory has many of them, worlds change their size between lives, some have replicas, and copying, marking and uploading
 are a coroutine per rank, so that a crash finds each of them somewhere else. The first rank publishes the manifest.
 
+When a life has died, the agents of its machines may take what it left in memory to the destinations, each for itself, while the next life
+starts: they die on the way, find destinations away, images damaged or overwritten, and newer generations that have taken over.
+
 Where the state is not sharded, losing a rank or a machine may leave survivors. Those of each machine save the state they have, by
 themselves, and some have made a step more than others: a rescue, that may be cut off, frozen and carried out too late.
 
@@ -39,6 +42,8 @@ from typing import Any
 
 from strata.core.data.audit import Commit, audit_all
 from strata.core.data.ledger import DataCommit, LedgerChain, RankRecord
+from strata.core.jobs.finishing import Ended, Finishing, Left, Look, Meet, Seen, Wait
+from strata.core.jobs.finishing import Write as WriteSnapshot
 from strata.core.jobs.job import (
     MEMORY,
     AwaitSave,
@@ -191,6 +196,8 @@ class Destination:
     parts: set[tuple[CheckpointId, str]] = field(default_factory=set)
     """Of sharded checkpoints: what has been uploaded."""
     claims: dict[int, Claim] = field(default_factory=dict)
+    held: dict[tuple[int, int], set[CheckpointId]] = field(default_factory=dict)
+    """What agents have reported: by generation and rank, the snapshots in memory."""
     is_down: bool = False
     looked: int = 0
     """The newest generation that has looked here."""
@@ -322,6 +329,7 @@ class Life:
         if not self.is_over:
             self.is_over, self.outcome = True, outcome
             self.sim.tell(f"{self} {outcome}")
+            self.sim.died(self)
 
     # --- starting -------------------------------------------------------------------------------------------
 
@@ -415,6 +423,9 @@ class Life:
         assert isinstance(instruction, Resume)
         loaded = self._restored()
         self.step, self.trained, self.lineage = loaded.step, loaded.trained, loaded.lineage
+        self.sim.counts["resumed from agent"] += (
+            instruction.load.offer.is_durable and loaded.checkpoint_id in self.sim.made_durable
+        )
         self.ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
         self.sim.check_restored(self, loaded)
         sources = instruction.load.sources if isinstance(instruction.load, LoadShards) else ()
@@ -1081,6 +1092,158 @@ class ShardedLife(Life):
         return self._agreed([p.finish(self.step, name, now_ms=now_ms, ready=ready) for p in self.protocols])
 
 
+class MachineAgent:
+    """What the agent of a machine does when its workers have died: it finishes what they began, unless they come back."""
+
+    def __init__(self, sim: Simulation, life: Life, machine: Machine) -> None:
+        self.sim = sim
+        self.life = life
+        self.machine = machine
+        self.is_given_up = False
+        self.task: Steps = self._work()
+
+    def __str__(self) -> str:
+        return f"the agent of {self.life} on {self.machine.name}"
+
+    def _images(self) -> list[Checkpoint]:
+        """What is in memory under the life's name, or was taken over, and of its generation."""
+        generation = self.life.claim.generation if self.life.claim is not None else 0
+        return [copy for copy in self.machine.kept() if copy.generation == generation]
+
+    def _ranks_of(self, copy: Checkpoint) -> tuple[int, ...]:
+        if not isinstance(self.life, ShardedLife):
+            return ()
+        here = [r for r, machine in enumerate(self.life.machines) if machine is self.machine]
+        return tuple(r for r in here if self.life.parts[r] == copy.part)
+
+    def _left(self) -> list[Left]:
+        found: dict[CheckpointId, Left] = {}
+        for copy in self._images():
+            before = found.get(copy.checkpoint_id)
+            found[copy.checkpoint_id] = Left(
+                checkpoint_id=copy.checkpoint_id,
+                run=copy.placement.run,
+                step=copy.step,
+                generation=copy.generation,
+                sequence=copy.placement.sequence,
+                destinations=tuple(d.name for d in self.sim.destinations),
+                ranks=tuple(sorted({*(before.ranks if before else ()), *self._ranks_of(copy)})),
+                world_size=len(self.life.machines),
+            )
+        return list(found.values())
+
+    def _work(self) -> Steps:
+        yield
+        left = self._left()
+        if not left:
+            return
+        finishing = Finishing(left, now_s=self.sim.now_s, patience_s=10.0)
+        while True:
+            yield
+            if self.is_given_up:
+                finishing.give_up("workers are started again")
+            instruction = finishing.decide(self.sim.now_s)
+            if isinstance(instruction, Ended):
+                for outcome in instruction.outcomes:
+                    self.sim.counts["finished by agent"] += outcome.result == "saved"
+                    self.sim.counts["agent refused"] += outcome.result == "refused"
+                    self.sim.tell(f"{self}: {outcome}")
+                return
+            if isinstance(instruction, Wait):
+                continue
+            destination = next(d for d in self.sim.destinations if d.name == instruction.destination)
+            if destination.is_down:
+                finishing.away(destination.name, "out of reach", now_s=self.sim.now_s)
+            elif isinstance(instruction, Look):
+                finishing.saw(destination.name, self._look(destination))
+            elif isinstance(instruction, Meet):
+                for copy in self._images():
+                    for rank in self._ranks_of(copy):
+                        held = destination.held.setdefault((instruction.generation, rank), set())
+                        held.add(copy.checkpoint_id)
+                yield
+                known = {r: held for (g, r), held in destination.held.items() if g == instruction.generation}
+                finishing.met(
+                    destination.name, {r: list(held) for r, held in known.items()}, now_s=self.sim.now_s
+                )
+            else:
+                yield from self._write(finishing, instruction, destination)
+
+    def _look(self, destination: Destination) -> Seen:
+        own = [c for c in destination.checkpoints.values() if c.placement.run == self.sim.run_name]
+        newest = max(own, key=lambda c: c.order, default=None)
+        return Seen(
+            run=self.sim.run_name,
+            claimed=max(destination.claims, default=0),
+            newest=newest.order if newest is not None else None,
+            newest_step=newest.step if newest is not None else None,
+        )
+
+    def _write(self, finishing: Finishing, write: WriteSnapshot, destination: Destination) -> Steps:
+        sim, wanted = self.sim, write.snapshot.checkpoint_id
+        for _ in range(destination.slowness):
+            yield
+        copies = [copy for copy in self._images() if copy.checkpoint_id == wanted]
+        is_fenced = self.machine.generation > write.snapshot.generation
+        if self.is_given_up or is_fenced or len(copies) < max(1, len(write.snapshot.ranks)):
+            finishing.give_up("workers are at work with the image again")
+            return
+        if not all(copy.intact for copy in copies):
+            finishing.damaged(wanted, "damaged")
+            return
+        must(
+            all(
+                (wanted in destination.held.get((write.snapshot.generation, rank), ()))
+                for rank in range(write.snapshot.world_size)
+            )
+            or not write.snapshot.ranks,
+            f"{self} writes {wanted} without knowing that every rank has it",
+        )
+        if destination.is_down or sim.chance(sim.save_failures):
+            finishing.away(destination.name, "failed", now_s=sim.now_s)
+            return
+        destination.parts.update((wanted, copy.part) for copy in copies if copy.part)
+        parts = copies[0].parts
+        if parts and 0 not in write.snapshot.ranks:
+            if wanted in destination.checkpoints:
+                finishing.wrote(destination.name, write.snapshot)
+            else:
+                finishing.away(destination.name, "the first rank's agent has not published", now_s=sim.now_s)
+            return
+        if any((wanted, part) not in destination.parts for part in parts):
+            finishing.away(destination.name, "parts are missing", now_s=sim.now_s)
+            return
+        newest = max(destination.claims, default=0)
+        refusal = finishing.admit(write.snapshot, claimed=newest, is_there=wanted in destination.checkpoints)
+        if refusal == "superseded":
+            finishing.refused(destination.name, refusal)
+            return
+        if refusal is not None:
+            finishing.away(destination.name, refusal, now_s=sim.now_s)
+            return
+        must(
+            newest <= write.snapshot.generation,
+            f"{self} publishes {wanted} in {destination.name}, which generation {newest} has claimed",
+        )
+        yield  # Here a newer generation may take over, look, and write its fence.
+        looked = sim.first_looked.setdefault(wanted, destination.looked)
+        published = copies[0].copy(looked=looked, part="", intact=all(copy.intact for copy in copies))
+        must(published.intact, f"{self} publishes {wanted}, which is damaged in memory")
+        base = published.data.base
+        must(base is None or base in sim.ever_durable, f"{wanted} continues {base}, which never existed")
+        sim.check_parts(self.life, destination, published)
+        sim.ever_durable.add(wanted)
+        if looked > published.generation:
+            sim.published_too_late()
+        if wanted not in destination.checkpoints:
+            destination.checkpoints[wanted] = published
+            sim.made_durable.add(wanted)
+        if is_superseded(write.snapshot.generation, list(destination.claims)):
+            finishing.refused(destination.name, "superseded")
+            return
+        finishing.wrote(destination.name, write.snapshot)
+
+
 class Simulation:
     """A run from its first start to its end, whatever happens in between."""
 
@@ -1119,11 +1282,14 @@ class Simulation:
         for machine in self.machines:
             self._furnish(machine)
         self.lives: list[Life] = []
+        self.agents: list[MachineAgent] = []
         self.fenced_generations: set[int] = set()
         self.known_damaged: set[CheckpointId] = set()
         self.unwanted: set[CheckpointId] = set()
         self.ever_durable: set[str] = set()
         self.first_looked: dict[CheckpointId, int] = {}
+        self.made_durable: set[CheckpointId] = set()
+        """By agents."""
         self.saw_down = False
         self.faults_left = pick(0, 12)
         self.is_sharded = seed % 2 == 1
@@ -1150,6 +1316,10 @@ class Simulation:
                 "copies refused",
                 "copies cut off",
                 "restored from peers",
+                "finished by agent",
+                "resumed from agent",
+                "agent refused",
+                "agents killed",
             ),
             0,
         )
@@ -1226,7 +1396,13 @@ class Simulation:
                 next(task)
             except StopIteration:
                 self.senders.remove((machine, task))
+        if self.agents and self.chance(0.4):
+            self._advance_agent()
+            return
         current = self.lives[-1]
+        if current.is_over and self.agents and self.chance(0.9):
+            self._advance_agent()  # Nobody is in a hurry to start the run again.
+            return
         if current.is_over and current.outcome != "finished":
             self.start_life(launch=current.launch if self.chance(0.6) else f"launch-{len(self.lives)}")
             return
@@ -1242,6 +1418,26 @@ class Simulation:
         except StopIteration:
             life.tasks.remove(task)
 
+    def died(self, life: Life) -> None:
+        """The agents of its machines finish its work, some of them after a while only."""
+        if life.outcome == "finished" or life.claim is None:
+            return
+        for machine in dict.fromkeys(life.machines):
+            if machine in self.machines and self.chance(0.6):
+                self.agents.append(MachineAgent(self, life, machine))
+
+    def _advance_agent(self) -> None:
+        agent = self.random.choice(self.agents)
+        if agent.machine not in self.machines or (self.faults_left and self.chance(0.01)):
+            self.counts["agents killed"] += 1
+            self.tell(f"{agent} is lost")
+            self.agents.remove(agent)
+            return
+        try:
+            next(agent.task)
+        except StopIteration:
+            self.agents.remove(agent)
+
     def start_life(self, *, launch: str) -> None:
         if all(life.is_over for life in self.lives) and self.faults_left and self.chance(0.15):
             self._remove_newest()
@@ -1251,6 +1447,9 @@ class Simulation:
         kind = ShardedLife if self.is_sharded else Life
         life: Life = kind(self, len(self.lives), launch, machines, ranks)
         self.lives.append(life)
+        for agent in self.agents:
+            # A restart by the same agent. Those of another launch know nothing of it.
+            agent.is_given_up |= agent.life.launch == launch and agent.machine in machines
         names = ", ".join(m.name for m in machines)
         self.tell(f"{life} starts with {ranks} ranks on {names} ({launch})")
 

@@ -17,6 +17,7 @@ import pytest
 from strata.core.data.ledger import LedgerChain
 from strata.core.jobs import job as core_job
 from strata.core.jobs import runs as core_runs
+from strata.core.jobs.finishing import Finishing
 from strata.core.jobs.job import (
     Fence,
     Finished,
@@ -62,6 +63,12 @@ def test_a_restart_never_costs_what_was_saved(seeds: range) -> None:
         expected |= {"skipped": 200, "resharded": 20, "filled": 2, "older": 2}
         expected |= {"rescued": 30, "rescued furthest": 5}
         expected |= {"copies": 150, "copies refused": 20, "copies cut off": 100, "restored from peers": 2}
+        expected |= {
+            "finished by agent": 20,
+            "resumed from agent": 5,
+            "agent refused": 20,
+            "agents killed": 10,
+        }
         for what, least in expected.items():
             assert counts[what] > least, f"only {counts[what]} {what}"
 
@@ -109,6 +116,21 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, blind)
 
     wrapping(JobProtocol, "surveyed", surveyed)(monkeypatch)
+
+
+@mistake("an agent publishes whatever generation has started")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Finishing, "admit", lambda self, snapshot, *, claimed, is_there: None)
+
+
+@mistake("an agent does not wait for the ranks of other machines", sharded=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Finishing, "_unreported", lambda self, at: [])
+
+
+@mistake("an agent uploads a snapshot that some ranks do not have", sharded=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Finishing, "_chosen", lambda self, at: self._left[0])
 
 
 @mistake("training starts anew when nothing that is stored can be loaded")

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import numpy
 import torch
@@ -46,6 +47,9 @@ class Run:
     def attach(self, job: object) -> None: ...
 
     def detach(self, job: object) -> None: ...
+
+    def others_leave(self, reason: str) -> NoReturn:
+        raise AssertionError(reason)
 
     def may_rescue(self, step: int) -> bool:
         return self.survivor

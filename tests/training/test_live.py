@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import psutil
@@ -48,6 +48,9 @@ class Run:
 
     def detach(self, job: object) -> None:
         self.attached.remove(job)
+
+    def others_leave(self, reason: str) -> NoReturn:
+        raise AssertionError(reason)
 
     def may_rescue(self, step: int) -> bool:
         self.asked.append(step)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,10 @@ import pytest
 import torch
 
 from strata.core.messages import InvalidArgument
+from strata.core.telemetry.histograms import PARTS, PERCENTS, buckets
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import MLflow, Sink, SinkRows, SinkRun, TensorBoard, WeightsAndBiases
+from strata.training.histogram import SAMPLED, Histogram
 from strata.training.metric_log import MetricLog
 from strata.worker import outbox as outbox_module
 from strata.worker.outbox import MetricOutbox
@@ -72,14 +78,21 @@ def cli(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def train(loop: Loop, *, fail_at: int | None = None) -> str:
+def train(loop: Loop, *, fail_at: int | None = None, once: threading.Event | None = None) -> str:
     with loop.job as job:
         for batch in job:
             if job._manager is not None:
                 job._manager.wait_pending(60)
             loop.train(batch)
-            job.log({"mine": float(job.generation * 1000 + job.step + 1), "eval": {"nan": math.nan}})
+            job.log(
+                {
+                    "mine": float(job.generation * 1000 + job.step + 1),
+                    "eval": {"nan": math.nan},
+                    "spread": Histogram(range(10)),
+                }
+            )
             if fail_at == job.step + 1:
+                assert once is None or once.wait(60)
                 raise Failure
         job.log({"at_the_end": 1})
         return job.run
@@ -252,11 +265,81 @@ def test_an_outbox_repeats_what_is_not_answered_and_counts_what_it_drops(
     assert (outbox.is_empty, outbox.dropped_total, outbox.refused) == (True, 20, "no space")
 
 
+# --- histograms -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(101.0).flip(0),
+        torch.arange(101.0, dtype=torch.bfloat16).requires_grad_(),
+        np.arange(101).reshape(1, 101),
+        [math.inf, *range(101), -math.inf, math.nan],
+    ],
+    ids=["tensor", "half with gradient", "array", "not finite"],
+)
+def test_a_histogram_is_the_quantiles_of_its_values(values: Any) -> None:
+    found = dict(zip(PARTS, (float(part) for part in Histogram(values).parts("h")), strict=True))
+    for percent in PERCENTS:
+        assert found[f"q{percent}"] == percent
+    assert (found["mean"], found["count"]) == (50.0, 101.0)
+    assert found["std"] == pytest.approx(np.arange(101).std())
+
+
+def test_of_many_values_quantiles_are_sampled_and_extremes_are_not() -> None:
+    chance = torch.Generator().manual_seed(1)
+    values = torch.randn(10 * SAMPLED, generator=chance)
+    values[7], values[8] = -50.0, 60.0
+    found = dict(zip(PARTS, (float(part) for part in Histogram(values).parts("h")), strict=True))
+    assert (found["q0"], found["q100"], found["count"]) == (-50.0, 60.0, 10.0 * SAMPLED)
+    assert found["q50"] == pytest.approx(0, abs=0.02)
+    assert found["q95"] == pytest.approx(1.645, abs=0.05)
+    parts = [found[part] for part in PARTS]
+    made = buckets(np.array(parts))
+    assert made is not None
+    assert made.count == pytest.approx(10 * SAMPLED)
+    assert (np.diff(made.edges) >= 0).all()
+
+
+def test_a_histogram_of_one_value_has_one_bucket_and_equal_edges_are_one() -> None:
+    one = buckets(np.array([float(part) for part in Histogram([3.0] * 7).parts("h")]))
+    assert one is not None
+    assert (one.edges.tolist(), one.counts.tolist()) == ([3.0, 3.0], [7.0])
+    two = buckets(np.array([float(part) for part in Histogram([0.0] * 60 + [1.0] * 40).parts("h")]))
+    assert two is not None
+    assert two.edges.tolist() == [0.0, 1.0]
+    assert two.count == pytest.approx(100)
+
+
+def test_a_histogram_of_no_finite_number_is_drawn_by_nobody() -> None:
+    assert buckets(np.array([float(part) for part in Histogram([math.nan]).parts("h")])) is None
+
+
+@pytest.mark.parametrize("values", [[], torch.zeros(2, dtype=torch.complex64), "text", None])
+def test_what_is_no_distribution_is_refused_by_name(values: Any) -> None:
+    metric_log = MetricLog(run=RUN, outbox=None, step=lambda: 0)
+    with pytest.raises(InvalidArgument, match="histogram 'deep'"):
+        metric_log.log({"a": {"deep": Histogram(values)}}, 1)
+    metric_log.close(failed=False)
+
+
+def test_histograms_are_kept_by_step_like_any_metric(coordinator: Coordinator, tmp_path: Path) -> None:
+    run = train(Loop(str(tmp_path / "checkpoints"), coordinator=coordinator.address))
+    median = series(coordinator, run, "spread%23q50")["committed"]
+    assert set(median["values"]) == {4.0}
+    assert median["steps"] == series(coordinator, run, "mine")["committed"]["steps"]
+    address = f"http://127.0.0.1:{coordinator.http_port}"
+    table = cli("metrics", run, "--api", address)
+    (row,) = [line.split() for line in table.splitlines() if line.startswith("spread")]
+    assert row[:3] == ["spread", "(histogram)", "4"]
+    assert row[4:6] == ["0", "9"]
+    assert len(cli("metrics", run, "spread", "--api", address).splitlines()) == 2
+
+
 # --- sinks, with their own clients ----------------------------------------------------------------------------
 
 
 def test_tensorboard_hides_what_is_trained_again(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     where, folder = str(tmp_path / "checkpoints"), tmp_path / "tensorboard"
@@ -266,6 +349,9 @@ def test_tensorboard_hides_what_is_trained_again(tmp_path: Path) -> None:
     train(loop)
     seen = EventAccumulator(str(folder))
     seen.Reload()
+    spread = seen.Histograms("spread")[0].histogram_value
+    assert (spread.min, spread.max, spread.num, spread.sum) == (0, 9, 10, 45)
+    assert sum(spread.bucket) == pytest.approx(10)
     found = [(event.step, event.value) for event in seen.Scalars("mine")]
     assert found == [
         *((n, 1000.0 + n) for n in range(1, 5)),
@@ -273,15 +359,73 @@ def test_tensorboard_hides_what_is_trained_again(tmp_path: Path) -> None:
     ]
 
 
-def test_weights_and_biases_gets_committed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+class Opened(WeightsAndBiases):
+    """Says how far it is."""
+
+    def __init__(self, project: str, **settings: Any) -> None:
+        super().__init__(project, **settings)
+        self.opened, self.closed = threading.Event(), threading.Event()
+
+    def open(self, run: SinkRun) -> None:
+        super().open(run)
+        self.opened.set()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_weights_and_biases_gets_every_committed_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    loop = Loop(str(tmp_path / "checkpoints"), sinks=[WeightsAndBiases("p", dir=str(tmp_path))])
-    run = train(loop)
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert run[:8] in written.name
-    assert written.stat().st_size > 1_000
+    where, sent = str(tmp_path / "checkpoints"), str(tmp_path)
+    try:
+        first = Opened("p", dir=sent)
+        with pytest.raises(Failure):
+            train(Loop(where, sinks=[first], snapshot_every=0), fail_at=7, once=first.opened)
+        assert first.closed.wait(60)
+        began_s = int(time.time())
+        # Its files are named by the second, and a process that is restarted takes longer than that.
+        eventually(lambda: time.time() > began_s + 1, within_s=10)
+        loop = Loop(where, sinks=[WeightsAndBiases("p", dir=sent)], snapshot_every=0)
+        run = train(loop)
+    finally:
+        wandb.teardown()  # Its service outlives the run otherwise, until this process ends.
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert [run[:8] in path.name for path in files] == [True, True], "one run, continued"
+    logged = [row for path in files for row in wandb_history(path)]
+    found = [(row["trainer/step"], row["mine"]) for row in logged if "mine" in row]
+    assert found == [
+        *((n, 1000.0 + n) for n in range(1, 5)),
+        *((n, 2000.0 + n) for n in range(5, loop.job.step + 1)),
+    ]
+    drawn = logged[0]
+    assert (drawn["spread/_type"], drawn["spread/bins"]) == ("histogram", list(range(10)))
+    assert sum(drawn["spread/values"]) == pytest.approx(10)
+
+
+def wandb_history(path: Path) -> list[dict[str, Any]]:
+    """What a file for `wandb sync` has: records of its protocol in the log format of LevelDB, after seven bytes of its own."""
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, at, rows, record = path.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        if 32_768 - at % 32_768 < 7:  # No head fits into what is left of a block.
+            at += 32_768 - at % 32_768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # The whole of a record, or the last of it.
+            found = messages.Record.FromString(record)
+            items = found.history.item
+            rows.append(
+                {each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in items}
+            )
+            record = b""
+    return [row for row in rows if row]
 
 
 def test_mlflow_gets_every_committed_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,5 +438,11 @@ def test_mlflow_gets_every_committed_step_once(tmp_path: Path, monkeypatch: pyte
     train(loop)
     client = mlflow.MlflowClient(store)
     (found,) = client.search_runs(["0"])
+    assert found.info.status == "FINISHED"
     history = client.get_metric_history(found.info.run_id, "mine")
-    assert sorted(each.step for each in history) == list(range(1, loop.job.step + 1))
+    assert sorted((each.step, each.value) for each in history) == [
+        *((n, 1000.0 + n) for n in range(1, 5)),
+        *((n, 2000.0 + n) for n in range(5, loop.job.step + 1)),
+    ]
+    greatest = client.get_metric_history(found.info.run_id, "spread/q100")
+    assert {each.value for each in greatest} == {9.0}

@@ -30,7 +30,7 @@ from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
 from strata.torch_compat.aborting import ProcessGroups
 from strata.training.recoverable import EXIT_STUCK, _Recovery
-from tests.support import Coordinator, eventually
+from tests.support import Coordinator, as_machine, eventually
 from tests.support_programs import program
 
 SCRIPT = Path(__file__).parent / "recoverable_script.py"
@@ -94,10 +94,11 @@ def job(
     steps: int,
     flags: Sequence[str] = (),
     namespace: str | None = None,
+    host: str | None = None,
     **variables: str,
 ) -> Iterator[Job]:
     """An agent and its workers: a machine of its own, with memory of its own below `memory` or `folder`. `namespace` is that
-    of its network, if it has one of its own."""
+    of its network, and `host` its name, if it has one of its own."""
     folder.mkdir(exist_ok=True)
     root = Path(__file__).parents[2]
     environment = {
@@ -116,6 +117,7 @@ def job(
             stderr=subprocess.STDOUT,
             text=True,
             env={**environment, "STRATA_MEMORY_ROOT": memory, **variables},
+            preexec_fn=as_machine(host) if host is not None else None,
         )
     try:
         yield Job(folder, process)

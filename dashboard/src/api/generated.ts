@@ -253,6 +253,20 @@ export interface CheckpointView {
   generation: number;
 }
 
+/** Where a checkpoint lies, or one part of it. */
+export interface Copy {
+  checkpoint_id: string;
+  step: number;
+  saved_at: number;
+  kind: "memory" | "peer" | "disk" | "network disk" | "bucket";
+  host: string;
+  rack: string;
+  where: string;
+  part: string;
+  parts: string[];
+  verified: boolean | null;
+}
+
 /** What a run has cost so far. `hours` are of GPUs, or of workers where there are none (`counted`). */
 export interface CostView {
   run: string;
@@ -403,6 +417,28 @@ export interface DeliveryView {
   error: string;
 }
 
+export interface DrainBody {
+  /** As its workers show it */
+  host: string;
+  /** Seconds until the machine may be gone */
+  within_s: number;
+  reason?: string;
+}
+
+/** One machine that goes, or has gone. Times are Unix seconds. */
+export interface DrainView {
+  host: string;
+  state: "draining" | "drained";
+  reason: string;
+  by: string;
+  since: number;
+  deadline: number;
+  ended: number | null;
+  agents: number;
+  outcome: string;
+  handovers: HandoverView[];
+}
+
 /** What every refused call answers. */
 export interface ErrorBody {
   /** Stable, for programs */
@@ -470,8 +506,50 @@ export interface Gpu {
   memory_total_bytes: number;
 }
 
+export interface HandoverRecorded {
+  host: string;
+  job_id: string;
+  node: string;
+  saved_step: number | null;
+  lost_steps: number | null;
+  where: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HandoverRecordedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "handover_recorded";
+  data: HandoverRecorded;
+}
+
+/** What became of one run of a machine that goes. */
+export interface HandoverView {
+  run: string;
+  saved_step: number | null;
+  lost_steps: number | null;
+  where: string;
+  reason: string;
+}
+
 export interface HealthBody {
   status: "ok";
+}
+
+/** What a machine has measured of itself. Times are Unix seconds. */
+export interface HealthView {
+  host: string;
+  kind: string;
+  measured: Record<string, number>;
+  failed: Record<string, string>;
+  seconds: number;
+  reason: string;
+  at: number;
 }
 
 export interface HistoryView {
@@ -498,6 +576,66 @@ export interface HostClearedEvent {
   data: HostCleared;
 }
 
+export interface HostDrainStarted {
+  host: string;
+  by: string;
+  deadline_s: number;
+  agents: number;
+  jobs: string[];
+  reason: string;
+  at_s: number;
+  left: string[];
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostDrainStartedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_drain_started";
+  data: HostDrainStarted;
+}
+
+export interface HostDrained {
+  host: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostDrainedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_drained";
+  data: HostDrained;
+}
+
+export interface HostExamined {
+  host: string;
+  kind: string;
+  measured: Record<string, number>;
+  failed: Record<string, string>;
+  seconds: number;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostExaminedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_examined";
+  data: HostExamined;
+}
+
 export interface HostQuarantined {
   host: string;
   by: string;
@@ -515,6 +653,23 @@ export interface HostQuarantinedEvent {
   at: number;
   event: "host_quarantined";
   data: HostQuarantined;
+}
+
+export interface HostUndrained {
+  host: string;
+  reason: string;
+  at_s: number;
+  severity: "debug" | "info" | "success" | "warning" | "error";
+  text: string;
+}
+
+export interface HostUndrainedEvent {
+  /** Position in the stream; it resumes after the one given as `Last-Event-ID` */
+  id: string;
+  /** When it was published, in Unix seconds. Not sent on the stream */
+  at: number;
+  event: "host_undrained";
+  data: HostUndrained;
 }
 
 export interface IncidentClosed {
@@ -656,6 +811,15 @@ export interface LogsSkippedEvent {
   at: number;
   event: "logs_skipped";
   data: LogsSkipped;
+}
+
+/** What would be lost if something of a domain failed now. */
+export interface Loss {
+  domain: "process" | "machine" | "rack" | "site";
+  label: string;
+  steps: number | null;
+  from_step: number | null;
+  text: string;
 }
 
 export interface LossView {
@@ -924,6 +1088,17 @@ export interface RunView {
   tags: string[];
 }
 
+/** What is known of the copies of a run. */
+export interface Safety {
+  run: string;
+  reached: number;
+  step: number | null;
+  copies: Copy[];
+  safe_in: ("process" | "machine" | "rack" | "site")[];
+  losses: Loss[];
+  problems: string[];
+}
+
 /** Beside restarting from the newest durable checkpoint each time. */
 export interface SavedView {
   recoveries: number;
@@ -1032,7 +1207,7 @@ export interface StorageView {
 }
 
 /** One event; `event` names its kind, which says what `data` holds. */
-export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
+export type StreamEvent = WorkerJoinedEvent | WorkerFailedEvent | WorkerLeftEvent | WorkerForgottenEvent | DatasetRegisteredEvent | DatasetRemovedEvent | ShardsMovedEvent | BarrierReleasedEvent | BarrierBrokenEvent | CheckpointStartedEvent | CheckpointCompletedEvent | CheckpointFailedEvent | CheckpointRemovedEvent | TaskCreatedEvent | TaskChangedEvent | TaskProgressedEvent | RecoveryRecordedEvent | IncidentReportedEvent | IncidentClosedEvent | HostQuarantinedEvent | HostClearedEvent | HostDrainStartedEvent | HandoverRecordedEvent | HostDrainedEvent | HostUndrainedEvent | HostExaminedEvent | WorkerSlowEvent | WorkerCaughtUpEvent | NotificationEvent | MetricsEvent | LogsEvent | LogsSkippedEvent | ResyncEvent;
 
 export interface TaskAnswer {
   task_id: string;
@@ -1344,4 +1519,4 @@ export interface WorkerView {
 }
 
 /** Every kind on the stream. */
-export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "host_cleared", "host_quarantined", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];
+export const EVENT_KINDS: readonly StreamEvent["event"][] = ["barrier_broken", "barrier_released", "checkpoint_completed", "checkpoint_failed", "checkpoint_removed", "checkpoint_started", "dataset_registered", "dataset_removed", "handover_recorded", "host_cleared", "host_drain_started", "host_drained", "host_examined", "host_quarantined", "host_undrained", "incident_closed", "incident_reported", "logs", "logs_skipped", "metrics", "notification", "recovery_recorded", "resync", "shards_moved", "task_changed", "task_created", "task_progressed", "worker_caught_up", "worker_failed", "worker_forgotten", "worker_joined", "worker_left", "worker_slow"];

@@ -4,6 +4,7 @@ import { ApiError, type Call, type Transport } from "../api/client";
 import type { Dataset, LogEntry, Task } from "../api/types";
 import { annotate, isLogged, loggedRuns, runCurves, runInfo, runMetrics } from "./metrics";
 import { DATASET, JOB, type Simulation } from "./simulation";
+import { safetyOf } from "./safety";
 import { samplesOf } from "./samples";
 import { newTask } from "./tasks";
 
@@ -25,6 +26,7 @@ const ROUTES: readonly (readonly [method: string, pattern: RegExp, answer: Answe
   ["GET", /^\/logs$/, logs],
   ["GET", /^\/tasks\/([^/]+)\/logs$/, (simulation, call, id) => logs(simulation, { ...call, query: { ...call.query, task_id: id } })],
   ["GET", /^\/recipes$/, () => RECIPES],
+  ["GET", /^\/jobs\/([^/]+)\/safety$/, (simulation, call, job) => safetyOf(simulation, job ?? "", call.query?.["step"] === undefined ? null : Number(call.query["step"]))],
   ["GET", /^\/datasets\/([^/]+)\/shards$/, shards],
   ["GET", /^\/datasets\/([^/]+)\/preview$/, preview],
   ["GET", /^\/datasets\/([^/]+)\/audit$/, audit],

@@ -17,13 +17,13 @@ import { useOnlyJob, useRefusal } from "../session";
 import { retryNow } from "../state/connection";
 import { isGrave, kindOf, undismissed } from "../state/incidents";
 import { useNowMs, useServerNow, useStore } from "../state/store";
-import { SIGN_IN, SignIn } from "../views/SignIn";
 import { Account } from "./Account";
 import { useAttention } from "./attention";
 import { KEYS, useKeys } from "./keys";
-import { Palette } from "./Palette";
-import { atHand, VIEWS, viewsFor } from "./views";
+import { atHand, SIGN_IN, VIEWS, viewsFor } from "./views";
 
+const SignIn = lazy(() => import("../views/SignIn").then((module) => ({ default: module.SignIn })));
+const Palette = lazy(() => import("./Palette").then((module) => ({ default: module.Palette })));
 const Job = lazy(() => import("../views/tasks/Job").then((module) => ({ default: module.Job })));
 const TaskDialogs = lazy(() => import("../views/Tasks").then((module) => ({ default: module.TaskDialogs })));
 
@@ -40,7 +40,7 @@ export function Shell() {
     // What one person was shown is not for the next.
     if (signedOut) answers.clear();
   }, [signedOut, answers]);
-  return signedOut || asked ? <Gate>{asked ? <Outlet /> : <SignIn />}</Gate> : <Views />;
+  return signedOut || asked ? <Gate>{asked ? <Outlet /> : <Suspense fallback={null}><SignIn /></Suspense>}</Gate> : <Views />;
 }
 
 /** Around the view that signs in: nothing of the coordinator's is there to go to. */
@@ -158,7 +158,7 @@ function Views() {
         </div>
       </Dialog>
       <Tasks job={job} />
-      <Palette open={palette} onClose={() => setPalette(false)} />
+      {palette && <Suspense fallback={null}><Palette open onClose={() => setPalette(false)} /></Suspense>}
       <Dialog open={help} onClose={() => setHelp(false)} title="Keyboard shortcuts">
         <dl className="flex flex-col gap-3">
           {KEYS.map(([keys, meaning]) => (

@@ -36,3 +36,6 @@ export function viewsFor(job: string | null): readonly ViewEntry[] {
 export function atHand(job: string | null): readonly ViewEntry[] {
   return viewsFor(job).filter((view) => AT_HAND.includes(view.to));
 }
+
+/** Where one signs in. */
+export const SIGN_IN = "/sign-in";

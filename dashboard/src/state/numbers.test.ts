@@ -8,7 +8,6 @@ import { timeTicks } from "../components/ticks";
 import { assess, workerCounts } from "./health";
 import { filtered, folded } from "./facts";
 import { initialState, reduce } from "./reducer";
-import { domainsOf } from "./risk";
 import { generationLines, runsOf, type Run } from "./runs";
 import { checkpoint, job, NOW, snapshot, task, worker } from "./samples";
 import { serverNow } from "./store";
@@ -39,33 +38,6 @@ function onlyRun(state: State): Run {
   if (!run) throw new Error("there is no run");
   return run;
 }
-
-describe("work at risk, by what is lost", () => {
-  const risk = (change: Partial<Snapshot>) => domainsOf(onlyRun(after(shot(change)))).map((d) => d.text);
-
-  it("counts snapshots in memory, and never a disk of the machine for the loss of the machine", () => {
-    const workers = [worker({ current_step: 100, metrics: { snapshot_step: 93 } })];
-    expect(risk({ workers, checkpoints: [checkpoint({ step: 57, tiers: ["NVME"] })] })).toEqual(["7 steps", "everything, no copy off the machine", "everything, no bucket copy"]);
-  });
-
-  it("a file system of another machine outlives this one, a bucket the site", () => {
-    const workers = [worker({ current_step: 100, metrics: { snapshot_step: 93 } })];
-    const shared = checkpoint({ id: "s", step: 57, tiers: ["NVME"], metadata: { disk: "network" } });
-    expect(risk({ workers, checkpoints: [shared] })).toEqual(["7 steps", "43 steps", "everything, no bucket copy"]);
-    expect(risk({ workers, checkpoints: [shared, checkpoint({ id: "b", step: 20, tiers: ["NVME", "S3"], created_at: NOW - 90 })] })).toEqual(["7 steps", "43 steps", "80 steps"]);
-  });
-
-  it("without snapshots a process costs what has come since the last checkpoint, and a snapshot of fewer ranks does not count", () => {
-    expect(risk({ checkpoints: [checkpoint({ step: 90 })] })[0]).toBe("10 steps");
-    const workers = [worker({ metrics: { snapshot_step: 99 } }), worker({ id: "w1", metrics: { snapshot_step: 95 } })];
-    expect(risk({ workers })[0]).toBe("5 steps");
-  });
-
-  it("is everything when nothing was saved, and nothing when nobody trains", () => {
-    expect(risk({})).toEqual(["everything, nothing was saved", "everything, no copy off the machine", "everything, no bucket copy"]);
-    expect(risk({ workers: [worker({ status: "idle" })] })).toEqual([]);
-  });
-});
 
 describe("two live runs", () => {
   it("keep the saves of the slower one, however many the other makes", () => {

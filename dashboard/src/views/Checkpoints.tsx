@@ -17,14 +17,12 @@ import { Table, type Column } from "../components/Table";
 import { Ago, Bytes, Name, Path, RunLink, Time, WorkerLink } from "../components/values";
 import { count, number, plural } from "../format";
 import { useFilters } from "../search";
-import { outlives } from "../state/risk";
 import { shortName } from "../state/runs";
 import { useStore } from "../state/store";
 import { Ladder } from "./checkpoints/Ladder";
+import { Where } from "./checkpoints/Safety";
 import { Verify } from "./checkpoints/Verify";
 import { allSaves } from "./runs/drawing";
-
-const SURVIVES = { site: "the site", machine: "its machine, not the site", process: "its process, not its machine", nothing: "nothing" } as const;
 
 const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "step", header: "Step", value: (each) => each.step, cell: (each) => <span className="font-medium">{count(each.step)}</span>, align: "right", width: "80px" },
@@ -119,7 +117,6 @@ function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () =>
               ["Size", <Bytes key="size" value={checkpoint.size} />],
               ["Throughput", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
               ["Started", <Time key="started" at={checkpoint.created_at} />],
-              ["Survives the loss of", SURVIVES[outlives(checkpoint) ?? "nothing"]],
               ["Completed", <Time key="completed" at={checkpoint.completed_at} />],
               ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
             ]}
@@ -127,6 +124,7 @@ function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () =>
           <Copyable label="Path" text={checkpoint.path} />
           <Copyable label="ID" text={checkpoint.id} />
           <Copyable label="Digest" text={checkpoint.digest} />
+          {checkpoint.status === "completed" && <Where key={`where ${checkpoint.id}`} job={checkpoint.job_id} step={checkpoint.step} />}
           {checkpoint.status === "completed" && <Verify key={checkpoint.id} id={checkpoint.id} size={checkpoint.size} />}
         </div>
       )}

@@ -2,7 +2,7 @@
 
 import { Link } from "@tanstack/react-router";
 import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, TriangleAlert, type LucideIcon } from "lucide-react";
-import { useMemo } from "react";
+import { lazy, Suspense, useMemo } from "react";
 
 import { Card } from "../components/Card";
 import { EventList } from "../components/EventList";
@@ -18,11 +18,13 @@ import { assess, workerCounts, type Finding, type Health, type Level } from "../
 import { undismissed } from "../state/incidents";
 import { runsOf, shortName, type Run } from "../state/runs";
 import { useServerNow, useStore, useStory } from "../state/store";
-import { FirstRun } from "./overview/FirstRun";
 import { RunHero } from "./overview/RunHero";
 import { PaceCounts } from "./workers/Band";
 import { byPlace } from "./workers/load";
 import { pacesOf, slowest, type Pace } from "./workers/pace";
+
+/** Most pages never show it. */
+const FirstRun = lazy(() => import("./overview/FirstRun").then((module) => ({ default: module.FirstRun })));
 
 const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
   good: { tone: "good", icon: CircleCheck },
@@ -51,7 +53,7 @@ export function Overview() {
     <Page title="Overview">
       <IncidentCards />
       <HealthPanel health={health} />
-      {isNew && <FirstRun address={state.coordinator.address} />}
+      {isNew && <Suspense fallback={<Loading rows={4} />}><FirstRun address={state.coordinator.address} /></Suspense>}
       {heroes.map((run) => <RunHero key={run.id} run={run} now={now} alone={heroes.length === 1} />)}
       <div className={`grid items-start gap-4 xl:grid-cols-[minmax(0,1.2fr)_minmax(0,1fr)] ${isNew ? "hidden" : ""}`}>
         <div className="flex min-w-0 flex-col gap-4">

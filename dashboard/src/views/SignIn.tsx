@@ -12,10 +12,9 @@ import { Button, Field, Input } from "../components/controls";
 import { ErrorNote } from "../components/states";
 import { setMode, useMode } from "../mode";
 import { signIn, takeCode } from "../session";
+import { SIGN_IN } from "../shell/views";
 import { retryNow } from "../state/connection";
 import { useNowMs, useStore } from "../state/store";
-
-export const SIGN_IN = "/sign-in";
 
 export function SignIn() {
   const [token, setToken] = useState("");

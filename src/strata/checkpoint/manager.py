@@ -77,6 +77,8 @@ class Memory:
     """How this process was started, for others who find it at work."""
     budget_bytes: int | None = None
     """For the tensors in all images together: older snapshots make way for a new one. By default what the file system at `root` has."""
+    record: bytes = b""
+    """Lies beside every snapshot: what the agent of this machine needs to upload it (`strata.checkpoint.finishing`)."""
     root: str | os.PathLike[str] | None = None
     """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
     that do not fit there."""
@@ -733,6 +735,7 @@ class CheckpointManager:
                     budget_bytes=self._memory.budget_bytes,
                     root=Path(self._memory.root) if self._memory.root else None,
                     launch=self._memory.launch,
+                    record=self._memory.record,
                 )
             return self._staging
 

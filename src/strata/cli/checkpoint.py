@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -21,8 +22,22 @@ from strata.checkpoint.errors import CheckpointNotFound, Damaged, LoadFailed
 from strata.checkpoint.export import FORMATS, MAX_SHARD_BYTES, export, find
 from strata.checkpoint.image.plain import plain_files
 from strata.checkpoint.importing import DestinationTaken, adopt
+from strata.checkpoint.locating import locate
 from strata.checkpoint.verify import FILE, Verified, verify_file, verify_store
-from strata.cli.common import AsJson, LiteralGroup, ago, console, print_json, print_table, say_error, size
+from strata.cli.common import (
+    DEFAULT_API,
+    Api,
+    AsJson,
+    LiteralGroup,
+    ago,
+    console,
+    get_facts,
+    get_rows,
+    print_json,
+    print_table,
+    say_error,
+    size,
+)
 from strata.errors import StrataError
 from strata.stores import open_store
 from strata.stores.protocol import Store
@@ -32,7 +47,7 @@ DONE, NO, NO_ANSWER = 0, 1, 2
 app = typer.Typer(
     cls=LiteralGroup,
     name="checkpoint",
-    help="List, verify, import, export and remove checkpoints.",
+    help="List, verify, locate, import, export and remove checkpoints.",
     no_args_is_help=True,
 )
 
@@ -95,6 +110,95 @@ def verify(destination: Destination, step: Step = None, id: Id = None, json: AsJ
         elif not results:
             console.print(f"There are no checkpoints in {destination}.", markup=False, style="dim")
     raise typer.Exit(DONE if is_intact else NO)
+
+
+@app.command("where")
+def where_command(
+    step: Annotated[
+        int, typer.Argument(metavar="STEP", min=0, help="The step that is asked about.", show_default=False)
+    ],
+    destination: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DESTINATION",
+            help="Where the run keeps its checkpoints, near to far; without any, the coordinator is asked.",
+            envvar=["STRATA_CHECKPOINTS"],
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", help="The job to ask the coordinator about, where it knows several."),
+    ] = None,
+    verify_bytes: Annotated[
+        bool, typer.Option("--verify", help="Read the bytes of the copies that can be read from here.")
+    ] = False,
+    api: Api = DEFAULT_API,
+    json: AsJson = False,
+) -> None:
+    """Say where the copies of a step are, which failures it survives, and what would be lost now.
+
+    Copies are found in this machine's memory, in that of its peers, and at the destinations; or they are what the run has reported
+    to its coordinator.
+    """
+    with _answering(json):
+        if destination and run is None:
+            for each in destination:
+                _check_there(each)
+            found = asdict(locate([open_store(each) for each in destination], step=step, verify=verify_bytes))
+        else:
+            found = get_facts(
+                api, f"/api/jobs/{quote(_job(api, run), safe='')}/safety?step={step}", having="copies"
+            )
+        if json:
+            print_json(found)
+        else:
+            _print_where(found, step)
+    raise typer.Exit(DONE if found["copies"] else NO)
+
+
+def _job(api: str, run: str | None) -> str:
+    """The one that was asked for, or the only one there is."""
+    if run is not None:
+        return run
+    jobs = sorted({str(row["job_id"]) for row in get_rows(api, "/api/checkpoints")})
+    if len(jobs) != 1:
+        known = ", ".join(jobs) or "none has saved a checkpoint"
+        raise StrataError(
+            f"Say which run is meant ({known}).",
+            hint="strata checkpoint where STEP --run RUN, or strata checkpoint where STEP DESTINATION.",
+        )
+    return jobs[0]
+
+
+def _print_where(found: dict[str, Any], step: int) -> None:
+    rows = [
+        (
+            each["kind"],
+            each["host"] or "-",
+            each["part"] or "all of it",
+            {True: "verified", False: "DAMAGED", None: "not verified"}[each["verified"]],
+            each["where"] or "-",
+        )
+        for each in found["copies"]
+    ]
+    print_table(
+        ("COPY", "HOST", "PART", "BYTES", "=WHERE"), rows, empty=f"There is no copy of step {step:,}."
+    )
+    for problem in found["problems"]:
+        say_error(StrataError(f"Unknown: {problem}"))
+    if rows:
+        safe = ", ".join(f"a {domain}" if domain != "site" else "the site" for domain in found["safe_in"])
+        console.print(f"step {step:,} survives the loss of {safe or 'nothing'}", markup=False)
+    console.print(f"if it happened now, at step {found['reached']:,}:", markup=False)
+    for loss in found["losses"]:
+        console.print(f"  {loss['label'] + ':':<14} {_lost(loss)}", markup=False)
+
+
+def _lost(loss: dict[str, Any]) -> str:
+    if loss["from_step"] is None:
+        return str(loss["text"])
+    return f"{loss['text']} lost, training continues at step {loss['from_step']:,}"
 
 
 @app.command("export")

@@ -20,7 +20,7 @@ from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
 from strata.cli.launching import demo, slurm, tasks, torchrun, validate
-from strata.cli.operating import access, backup, certs, links, notify, quarantine, replay, serve
+from strata.cli.operating import access, backup, certs, drain, links, notify, quarantine, replay, serve
 from strata.cli.watching import cost, listings, logs, metrics, why
 from strata.errors import StrataError
 
@@ -58,6 +58,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     index.index,
     validate.validate,
     doctor.doctor,
+    drain.drain,
     chaos.chaos,
     slurm.slurm,
     links.dashboard_link,

@@ -26,6 +26,7 @@ USUAL_METRICS = frozenset(
         "data_position",
         "loss",
         "lr",
+        "peer_step",
         "recovery_total_s",
         "samples_per_second",
         "snapshot_step",

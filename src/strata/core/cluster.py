@@ -25,6 +25,8 @@ from strata.core.faults.incidents import Cost, Incidents, check_report
 from strata.core.fleet.barriers import BarrierLimits, Barriers
 from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints, data_commit
 from strata.core.fleet.datasets import Datasets
+from strata.core.fleet.drains import Drains
+from strata.core.fleet.health import Health, why_unfit
 from strata.core.fleet.membership import Membership, MembershipLimits
 from strata.core.fleet.presence import Presence, PresenceLimits
 from strata.core.fleet.quarantine import Quarantine
@@ -41,6 +43,7 @@ from strata.core.messages import (
     BarrierBroken,
     BarrierReleased,
     BeginAttempt,
+    CancelDrain,
     CheckpointCompleted,
     CheckpointFailed,
     CheckpointRemoved,
@@ -55,11 +58,17 @@ from strata.core.messages import (
     DatasetRemoved,
     Decision,
     DeregisterWorker,
+    DrainHost,
     EndAttempt,
     Event,
+    HandoverRecorded,
     Heartbeat,
     HostCleared,
+    HostDrained,
+    HostDrainStarted,
+    HostExamined,
     HostQuarantined,
+    HostUndrained,
     IncidentClosed,
     IncidentReported,
     Instant,
@@ -83,6 +92,8 @@ from strata.core.messages import (
     RemoveDataset,
     Reply,
     ReportFailure,
+    ReportHandover,
+    ReportHealth,
     ReportRecovery,
     ReportSlow,
     RestartTask,
@@ -96,6 +107,7 @@ from strata.core.messages import (
     TaskCreated,
     TaskProgressed,
     Tick,
+    Unknown,
     ValueDropped,
     ValueRefreshed,
     ValueSwapped,
@@ -129,6 +141,8 @@ class Cluster:
         self.recoveries = Recoveries()
         self.incidents = Incidents()
         self.quarantine = Quarantine()
+        self.drains = Drains()
+        self.health = Health()
         self.values = Values()
         self.presence = Presence(limits.presence)
 
@@ -202,6 +216,7 @@ class Cluster:
                 fact(recorded)
                 cost = self._cost(member.spec.job_id)
                 _each(fact, self.incidents.decide_recovery(recorded, cost, now))
+                _each(fact, self.drains.decide_recovery(recorded, now))
                 return Accepted(reason=recorded.reason)
             case ReportFailure():
                 check_report(command)
@@ -218,6 +233,20 @@ class Cluster:
                 fact(cleared)
                 _each(fact, self.incidents.decide_cleared(cleared, now))
                 return Accepted(reason=cleared.reason)
+            case DrainHost():
+                members = self.membership.members.values()
+                jobs = {each.spec.job_id for each in members if each.spec.hostname == command.host}
+                _each(fact, self.drains.decide_drain(command, jobs, now))
+                return Accepted(reason=self.drains.hosts[command.host].asked.reason)
+            case CancelDrain():
+                undrained = self.drains.decide_cancel(command, now)
+                fact(undrained)
+                return Accepted(reason=undrained.reason)
+            case ReportHandover():
+                _each(fact, self.drains.decide_handover(command, self._job_left(command), now))
+                return Accepted(reason="recorded")
+            case ReportHealth():
+                return self._examine(command, now, fact)
             case ReportSlow():
                 known = self.membership.members.get(command.worker_id)
                 spec_of = known.spec if known is not None else None
@@ -246,6 +275,7 @@ class Cluster:
                     _each(fact, self.incidents.decide_lost(job, losses, now))
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
+                _each(fact, self.drains.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
 
@@ -269,6 +299,17 @@ class Cluster:
         if quarantined is not None:
             fact(quarantined)
             _each(fact, self.incidents.decide_quarantined(quarantined, now))
+
+    def _examine(self, command: ReportHealth, now: Instant, fact: Callable[[Event], None]) -> Accepted:
+        """A machine that is not fit to train is out of use until somebody has looked at it."""
+        examined = self.health.decide_report(command, now)
+        fact(examined)
+        unfit = why_unfit(examined)
+        if not unfit:
+            return Accepted(reason="fit")
+        asked = QuarantineHost(host=command.host, reason=unfit, by="its health checks")
+        self._quarantine(asked, None, now, fact)
+        return Accepted(reason=unfit)
 
     def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
         joined = self.membership.decide_register(command, now)
@@ -301,18 +342,29 @@ class Cluster:
     def _notify_checkpoint(
         self, command: NotifyCheckpoint, now: Instant, fact: Callable[[Event], None]
     ) -> Reply:
-        member = self.membership.admit(
-            command.worker_id, incarnation=command.incarnation, generation=command.generation
-        )
-        self.membership.runs.admit(member.spec.job_id, command.run_id, command.run_generation)
-        event = self.checkpoints.decide_notice(command, member.spec.job_id, now)
+        job = self._job_of_notice(command)
+        self.membership.runs.admit(job, command.run_id, command.run_generation)
+        event = self.checkpoints.decide_notice(command, job, now)
         if event is None:
             return Accepted(reason="known already")
         fact(event)
         if isinstance(event, CheckpointFailed | CheckpointCompleted):
-            _each(fact, self.incidents.decide_save(event, member.spec.job_id, now))
-        _each(fact, self.datasets.decide_epochs(member.spec.job_id, self.membership, now))
+            _each(fact, self.incidents.decide_save(event, job, now))
+        _each(fact, self.datasets.decide_epochs(job, self.membership, now))
         return Accepted(reason=event.reason)
+
+    def _job_of_notice(self, command: NotifyCheckpoint) -> JobId:
+        """That of the worker; or, where the agent of a machine has finished what its dead workers began, as it says: it speaks for a run
+        that has started here, and the run's generation fences it."""
+        if not command.is_by_agent:
+            return self.membership.admit(
+                command.worker_id, incarnation=command.incarnation, generation=command.generation
+            ).spec.job_id
+        if command.status != "completed" or not self.membership.runs.knows(command.job_id, command.run_id):
+            raise Unknown(
+                "run", command.run_id, hint="Agents report what they saved of a run that has started here."
+            )
+        return command.job_id
 
     def _reconcile(
         self, command: ReconcileCheckpoints, now: Instant, fact: Callable[[Event], None]
@@ -348,6 +400,21 @@ class Cluster:
         for member in self.membership.members.values():
             if (member.spec.hostname, member.spec.metadata.get("pid", "")) in ended:
                 return member.spec.job_id
+        return JobId(command.launch) if command.launch else DEFAULT_JOB
+
+    def _job_left(self, command: ReportHandover) -> JobId:
+        """Whose workers they were: as the agent says, as the only ones there have registered, else as the launch is called."""
+        if command.job_id is not None:
+            return command.job_id
+        there = {
+            each.spec.job_id
+            for each in self.membership.members.values()
+            if each.spec.hostname == command.host
+        }
+        drain = self.drains.hosts.get(command.host)
+        known = {*there, *(drain.asked.jobs if drain is not None else ())}
+        if len(known) == 1:
+            return known.pop()
         return JobId(command.launch) if command.launch else DEFAULT_JOB
 
     def _cost(self, job: JobId) -> Cost:
@@ -391,6 +458,7 @@ class Cluster:
             case ClockResumed():
                 self.membership.resume_clock(now)
                 self.values.resume_clock(now)
+                self.drains.resume_clock(now)
             case _:
                 assert_never(observation)
 
@@ -430,6 +498,10 @@ class Cluster:
                 self.incidents.apply(event)
             case HostQuarantined() | HostCleared():
                 self.quarantine.apply(event)
+            case HostDrainStarted() | HandoverRecorded() | HostDrained() | HostUndrained():
+                self.drains.apply(event, now)
+            case HostExamined():
+                self.health.apply(event)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
@@ -475,6 +547,8 @@ class Cluster:
             *self.recoveries.compact(),
             *self.incidents.compact(),
             *self.quarantine.compact(),
+            *self.drains.compact(),
+            *self.health.compact(),
             *self.values.compact(),
             counters,
         ]

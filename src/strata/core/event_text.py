@@ -21,8 +21,13 @@ from strata.core.messages import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    HandoverRecorded,
     HostCleared,
+    HostDrained,
+    HostDrainStarted,
+    HostExamined,
     HostQuarantined,
+    HostUndrained,
     IncidentClosed,
     IncidentReported,
     RecoveryRecorded,
@@ -121,6 +126,23 @@ def describe(event: Event | Change) -> EventText:
             return EventText("error", _because(event, f"machine {event.host} was quarantined by {event.by}"))
         case HostCleared():
             return EventText("success", _because(event, f"machine {event.host} may be used again"))
+        case HostDrainStarted():
+            within_s = max(0.0, event.deadline_s - event.at_s)
+            what = f"machine {event.host} is drained by {event.by} within {within_s:.0f} s"
+            return EventText("warning", _because(event, what))
+        case HandoverRecorded():
+            lost_so_far = event.lost_steps
+            severity = "info" if lost_so_far is None else "warning" if lost_so_far else "success"
+            return EventText(severity, _because(event, f"{event.job_id} leaves machine {event.host}"))
+        case HostDrained():
+            return EventText("info", _because(event, f"machine {event.host} is drained"))
+        case HostUndrained():
+            return EventText("success", _because(event, f"machine {event.host} may be used again"))
+        case HostExamined():
+            if event.failed:
+                found = "; ".join(f"{name}: {why}" for name, why in sorted(event.failed.items()))
+                return EventText("error", f"machine {event.host} is not fit to train: {found}")
+            return EventText("debug", _because(event, f"machine {event.host} is fit to train"))
         case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return EventText("debug", _because(event, f"value {event.key}"))
         case CountersRestored():

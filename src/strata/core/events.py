@@ -318,6 +318,66 @@ class HostCleared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostDrainStarted:
+    """A machine is about to go: its agents are refused, and those that take part save and leave before the deadline. Another one
+    about the same machine is in place of this."""
+
+    host: str
+    by: str  # a person, or the cloud that has announced it
+    deadline_s: float  # Unix seconds
+    agents: int  # that took part in runs then
+    jobs: tuple[JobId, ...]  # that had workers there
+    reason: str
+    at_s: float
+    left: tuple[str, ...] = ()  # agents that have left since; part of a compacted history
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverRecorded:
+    """What became of a run whose machine goes, as it is known now."""
+
+    host: str
+    job_id: JobId
+    node: str  # the agent that has left; empty where those who continued say it
+    saved_step: int | None
+    lost_steps: int | None  # None: not known, or not yet
+    where: str  # durable, memory, nothing
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostDrained:
+    """Its agents have left, or the deadline has passed."""
+
+    host: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUndrained:
+    """It may be used again."""
+
+    host: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostExamined:
+    """What a machine has measured of itself before it joined, or after a failure. The newest of each is kept."""
+
+    host: str
+    kind: str  # of its devices
+    measured: Mapping[str, float]
+    failed: Mapping[str, str]  # checks that failed, and why
+    seconds: float
+    reason: str  # when it was done
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSwapped:
     key: str
     body: bytes
@@ -393,6 +453,11 @@ Event = (
     | IncidentClosed
     | HostQuarantined
     | HostCleared
+    | HostDrainStarted
+    | HandoverRecorded
+    | HostDrained
+    | HostUndrained
+    | HostExamined
     | ValueSwapped
     | ValueRefreshed
     | VersionsReserved

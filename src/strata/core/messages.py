@@ -25,8 +25,13 @@ from strata.core.events import (
     DatasetRegistered,
     DatasetRemoved,
     Event,
+    HandoverRecorded,
     HostCleared,
+    HostDrained,
+    HostDrainStarted,
+    HostExamined,
     HostQuarantined,
+    HostUndrained,
     IncidentClosed,
     IncidentReported,
     RecoveryRecorded,
@@ -88,6 +93,7 @@ __all__ = [
     "BarrierReleased",
     "BarrierTicket",
     "BeginAttempt",
+    "CancelDrain",
     "Cause",
     "CheckpointCompleted",
     "CheckpointFailed",
@@ -108,14 +114,20 @@ __all__ = [
     "DatasetSpec",
     "Decision",
     "DeregisterWorker",
+    "DrainHost",
     "EndAttempt",
     "Event",
     "ExitCause",
     "FileSpan",
     "Gpu",
+    "HandoverRecorded",
     "Heartbeat",
     "HostCleared",
+    "HostDrainStarted",
+    "HostDrained",
+    "HostExamined",
     "HostQuarantined",
+    "HostUndrained",
     "IncidentClosed",
     "IncidentReported",
     "Instant",
@@ -143,6 +155,8 @@ __all__ = [
     "Reply",
     "Report",
     "ReportFailure",
+    "ReportHandover",
+    "ReportHealth",
     "ReportRecovery",
     "ReportSlow",
     "Resources",
@@ -244,6 +258,15 @@ class NotifyCheckpoint:
     """The run's generation that saved it, where that was an earlier one than the one that says so."""
     succeeded_by: str = ""
     """A newer checkpoint, where this one is reported late, from its manifest; else it is the newest."""
+
+    @property
+    def is_by_agent(self) -> bool:
+        """Said by the agent of a machine, whose workers have died: it is no worker, and has no incarnation."""
+        return not self.incarnation and self.metadata.get(SAVED_BY) == AGENT
+
+
+SAVED_BY, AGENT = "saved_by", "agent"
+"""In the metadata of a checkpoint that the agent of a machine has uploaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +388,56 @@ class ClearHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainHost:
+    """A machine is to go, or will: let its agents save and leave before that."""
+
+    host: str
+    within_s: float
+    reason: str
+    by: str
+    agents: int
+    """How many of its agents take part in runs now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelDrain:
+    """Let it be used again."""
+
+    host: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportHandover:
+    """The agent of a machine that goes leaves its run."""
+
+    host: str
+    node: str
+    """The agent's name."""
+    launch: str
+    job_id: JobId | None
+    saved_step: int | None
+    lost_steps: int | None
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportHealth:
+    """What a machine has measured of itself."""
+
+    host: str
+    kind: str
+    """Of its devices: machines are compared with those of the same kind."""
+    measured: Mapping[str, float]
+    failed: Mapping[str, str]
+    clock_s: float
+    """What its clock showed when it reported this."""
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSlow:
     """The others of a job wait for this worker, or no longer do."""
 
@@ -425,6 +498,10 @@ Command = (
     | ReportSlow
     | QuarantineHost
     | ClearHost
+    | DrainHost
+    | CancelDrain
+    | ReportHandover
+    | ReportHealth
     | SwapValue
     | PlanEpoch
     | Rebalance

@@ -6,7 +6,7 @@ Times are Unix seconds. Pure: nothing here reads a clock or changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, get_args
@@ -19,6 +19,7 @@ from strata.core.fleet.checkpoints import CheckpointRecord, data_commit
 from strata.core.fleet.datasets import PlanKey, shard_at
 from strata.core.fleet.membership import Member
 from strata.core.fleet.task_views import TaskView
+from strata.core.jobs.safety import Copy, Safety, kind_of, safety_of
 from strata.core.messages import (
     BarrierReleased,
     CheckpointStatus,
@@ -429,6 +430,89 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
         run_id=record.run_id,
         generation=record.generation,
     )
+
+
+SNAPSHOT_STEP, PEER_STEP = "snapshot_step", "peer_step"
+"""What workers report: the newest step that is in their machine's memory, and the newest that a peer has of it."""
+
+
+def safety(
+    cluster: Cluster, job: JobId, *, step: int | None, now_s: float, verified: Mapping[str, bool]
+) -> Safety:
+    """Where the checkpoints of a job's newest run lie, as its workers have reported. `verified` is what a verification has found."""
+    records = [
+        r
+        for r in cluster.checkpoints.records.values()
+        if r.job_id == job and r.status == "completed" and not r.removed
+    ]
+    members = [cluster.membership.members[worker] for worker in cluster.membership.roster(job)]
+    runs = [m.spec.run_id for m in members if m.spec.run_id] or [r.run_id for r in records[-1:]]
+    records = [r for r in records if not runs or r.run_id in ("", runs[-1])]
+    copies = [copy for record in records for copy in _stored_copies(cluster, record, verified)]
+    newest = max(records, key=lambda r: r.ended_at_s or r.created_at_s, default=None)
+    in_memory = _copies_in_memory(cluster, members, SNAPSHOT_STEP, "memory", now_s=now_s)
+    in_memory += _copies_in_memory(cluster, members, PEER_STEP, "peer", now_s=now_s)
+    # What is in memory only is newer than what is stored, or is not worth a word.
+    copies += [copy for copy in in_memory if newest is None or copy.step > newest.step]
+    reports = [cluster.membership.reports.get(m.spec.worker_id) for m in members]
+    reached = [report.step for report in reports if report is not None]
+    return safety_of(
+        copies,
+        reached=max([*reached, *(copy.step for copy in copies)], default=0),
+        run=job,
+        step=step,
+    )
+
+
+def _stored_copies(
+    cluster: Cluster, record: CheckpointRecord, verified: Mapping[str, bool]
+) -> Iterator[Copy]:
+    """What a save left in each tier; less its image in memory, which later ones have overwritten."""
+    member = cluster.membership.members.get(record.worker_id)
+    host = record.metadata.get("host") or (member.spec.hostname if member is not None else "")
+    durable = [tier for tier in record.tiers if kind_of(tier) not in ("memory", "peer")]
+    for tier in durable:
+        kind = kind_of(tier, is_on_network=record.metadata.get("disk") == "network")
+        is_first = tier == durable[0]
+        yield Copy(
+            checkpoint_id=record.checkpoint_id,
+            step=record.step,
+            saved_at=record.ended_at_s or record.created_at_s,
+            kind=kind,
+            host=(host or f"the machine of {record.worker_id}") if kind == "disk" else "",
+            where=record.path if is_first else tier,
+            verified=verified.get(record.checkpoint_id) if is_first else None,
+        )
+
+
+def _copies_in_memory(
+    cluster: Cluster, members: list[Member], name: str, kind: Literal["memory", "peer"], *, now_s: float
+) -> list[Copy]:
+    """The newest snapshot that every machine which makes any has. What each has counts as a part: of sharded state it is one, and
+    whether the state is sharded is not known here."""
+    steps: dict[str, int] = {}
+    racks: dict[str, str] = {}
+    for member in members:
+        report = cluster.membership.reports.get(member.spec.worker_id)
+        value = report.metrics.get(name) if report is not None else None
+        if value is not None and value >= 0:
+            host = member.spec.hostname or member.spec.worker_id
+            steps[host] = min(int(value), steps.get(host, int(value)))
+            racks[host] = member.spec.metadata.get("rack", "")
+    step = min(steps.values(), default=0)
+    return [
+        Copy(
+            checkpoint_id=f"snapshot-{step}",
+            step=step,
+            saved_at=now_s,
+            kind=kind,
+            host=host if kind == "memory" else f"a peer of {host}",
+            rack=racks[host] if kind == "memory" else "",
+            part=host,
+            parts=tuple(sorted(steps)),
+        )
+        for host in sorted(steps)
+    ]
 
 
 def audits(

@@ -25,8 +25,8 @@ from strata.data.readers.base import Cache, FileIndex, Format, OnBad, OpenFile, 
 from strata.data.readers.formats import ALL_SUFFIXES, format_named, format_of, suffixes_of
 from strata.data.readers.mds import INDEX_NAME, MDS, listed
 from strata.data.streaming.compressed import DecompressedSource, is_compressed
-from strata.data.streaming.index_cache import load_index, save_index
-from strata.data.streaming.sources import FileRef, Source, WatchedSource, find, is_remote, open_source
+from strata.data.streaming.index_cache import UnfinishedIndex, load_index, save_index
+from strata.data.streaming.sources import FileRef, WatchedSource, find, is_remote, open_source
 
 log = logging.getLogger("strata.data")
 
@@ -136,15 +136,28 @@ def _index_of(
     watched = None
     if index is None:
         source = open_source(ref.path, version=ref.version, size_bytes=ref.size_bytes)
-        if progress is not None:
-            source = watched = WatchedSource(
-                source, lambda done: progress.advance(done_bytes=done, samples=0)
+        unfinished = UnfinishedIndex(ref, format.name, options)
+        seen_bytes = int(unfinished.arrays["seen_bytes"]) if "seen_bytes" in unfinished.arrays else 0
+        if seen_bytes:
+            log.info(
+                "%s: its index is continued at %s of %s bytes",
+                ref.path,
+                f"{seen_bytes:,}",
+                f"{ref.size_bytes:,}",
             )
+        if progress is not None and seen_bytes:
+            progress.advance(done_bytes=seen_bytes, samples=0)
+        source = watched = WatchedSource(
+            source,
+            lambda done: progress.advance(done_bytes=done, samples=0) if progress is not None else None,
+            seen_bytes=seen_bytes,
+        )
         try:
-            index = _indexed(format, source, options)
+            index = _indexed(format, watched, options, unfinished)
         finally:
             source.close()
         save_index(ref, format.name, options, index)
+        unfinished.remove()
     if progress is not None:
         left = ref.size_bytes - (watched.seen_bytes if watched is not None else 0)
         progress.advance(done_bytes=left, samples=index.rows)
@@ -275,10 +288,19 @@ class DatasetReader:
         self.__init__(state["found"])  # type: ignore[misc]
 
 
-def _indexed(format: Format, source: Source, options: ReadOptions) -> FileIndex:
+def _indexed(
+    format: Format, source: WatchedSource, options: ReadOptions, unfinished: UnfinishedIndex
+) -> FileIndex:
+    options = replace(options, unfinished=unfinished)
     if not is_compressed(source.path) or not source.size_bytes:
+        unfinished.also = lambda: {"seen_bytes": np.array(source.seen_bytes)}
         return format.index(source, options)
-    unpacked = DecompressedSource(source)
+    unpacked = DecompressedSource(
+        source,
+        unfinished=unfinished.arrays,
+        extended=lambda: unfinished.keep({}) if unfinished.is_due() else None,
+    )
+    unfinished.also = lambda: {"seen_bytes": np.array(source.seen_bytes), **unpacked.unfinished()}
     index = format.index(unpacked, options)
     return replace(index, arrays={**index.arrays, **unpacked.arrays()})
 

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 
+from strata.diagnostics import health as health_checks
 from strata.diagnostics.report import CheckResult, Targets
 from strata.torch_compat import OLDEST
 
@@ -107,16 +108,38 @@ def gpu(_: Targets) -> Iterator[CheckResult]:
     )
 
 
+FIXES = {
+    "memory": "Something holds this machine's memory: ps aux --sort=-rss",
+    "shared memory": "Memory snapshots live there: ls -la /dev/shm; in a container give it more: --shm-size=8g",
+    "clock": "Set the clock: timedatectl set-ntp true",
+    "processor": "Do not train here: the processor or its memory is faulty.",
+    "disk": "Look at the disk: dmesg, and df -h",
+    "loopback": "Sockets on 127.0.0.1 must work: look at the firewall, and at limits of open files.",
+    "gpu": "Do not train here: see dmesg and nvidia-smi -q; reset the device or restart the machine.",
+    "nvml": "The device must be reset or replaced: nvidia-smi -q -d ECC,ROW_REMAPPER",
+}
+
+
+def health(_: Targets) -> Iterator[CheckResult]:
+    """What an agent examines before it joins (`health`), in a process of its own."""
+    found = health_checks.examine_apart()
+    names = [*FIXES, *health_checks.user_checks()]
+    for name in [*names, *(name for name in found.failed if name not in names)]:
+        if (why := found.failed.get(name)) is not None:
+            yield CheckResult(name=name, verdict="fail", found=why, fix=FIXES.get(name, ""))
+    fit = [name for name in names if name not in found.failed]
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in sorted(found.measured.items()))
+    if fit:
+        yield CheckResult(
+            name="health", verdict="ok", found=f"{', '.join(fit)} ({found.seconds:.1f} s): {shown}"
+        )
+
+
 def shared_memory(_: Targets) -> Iterator[CheckResult]:
+    """Whether it is large enough; whether there is any space at all is examined with the rest of the machine."""
     try:
         stat = os.statvfs("/dev/shm")
-    except OSError as error:
-        yield CheckResult(
-            name="shared memory",
-            verdict="warn",
-            found=f"/dev/shm cannot be used: {error.strerror}",
-            fix="Memory snapshots live there; mount it: mount -t tmpfs -o size=50% tmpfs /dev/shm",
-        )
+    except OSError:
         return
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     small = total < GIB

@@ -47,6 +47,7 @@ def run_all(targets: Targets) -> Iterator[CheckResult]:
     checks: tuple[tuple[str, Check], ...] = (
         ("versions", machine.versions),
         ("gpu", machine.gpu),
+        ("health", machine.health),
         ("shared memory", machine.shared_memory),
         ("limits", machine.limits),
         ("environment", network.torchrun_environment),

@@ -10,8 +10,8 @@
 | `--monitor-interval` | 0.1 s |
 | `--start-method` | forkserver: workers start with torch imported; `spawn` starts each from nothing |
 
-One flag is ours: `--spares N` keeps N processes more on this machine, which stand by for workers that are lost
-(`strata.recoverable`).
+Two flags are ours: `--spares N` keeps N processes more on this machine, which stand by for workers that are lost
+(`strata.recoverable`); `--no-health-check` joins without examining this machine first.
 
 A variable `PET_…` counts as the flag that torchrun reads it for; so do `NNODES`, `NPROC_PER_NODE`, `RDZV_BACKEND`,
 `RDZV_ENDPOINT` and `RDZV_ID`, where neither a flag nor torchrun's own variable says otherwise. This module needs no
@@ -27,7 +27,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strata.core.faults.restarts import PolicyError
 from strata.rendezvous import (
@@ -38,6 +38,12 @@ from strata.rendezvous import (
     rdzv_conf,
     run_policy,
 )
+from strata.rendezvous.health_gate import HEALTH_VARIABLE
+from strata.rendezvous.health_gate import mode as health_mode
+from strata.rendezvous.notices import chosen as chosen_notices
+
+if TYPE_CHECKING:
+    from strata.rendezvous.notices import NoticeWatch
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
@@ -85,6 +91,7 @@ def parse(words: Sequence[str]) -> Namespace:
     parser: ArgumentParser = get_args_parser()
     parser.prog = "strata torchrun"
     _add_spares(parser)
+    _add_health(parser)
     ours: dict[str, Any] = {
         "rdzv_backend": None,
         "rdzv_id": None,
@@ -119,6 +126,15 @@ def _add_spares(parser: ArgumentParser) -> None:
     )
 
 
+def _add_health(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-health-check",
+        action="store_true",
+        default=os.environ.get("PET_NO_HEALTH_CHECK", "") not in ("", "0"),
+        help="Join without examining this machine first (GPUs, memory, disk, clock, loopback); the same as STRATA_HEALTH=off.",
+    )
+
+
 class _WrongCall(Exception):
     pass
 
@@ -135,6 +151,13 @@ def _fill(args: Namespace) -> None:
         run_policy()
     except PolicyError as error:
         raise _WrongCall(f"{POLICY_VARIABLE}: {error}") from None
+    if args.no_health_check:
+        os.environ[HEALTH_VARIABLE] = "off"
+    try:
+        chosen_notices()
+        health_mode()
+    except ValueError as error:
+        raise _WrongCall(str(error)) from None
     args.rdzv_conf = ",".join(filter(None, (rdzv_conf(), args.rdzv_conf)))
     if args.standalone:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, args.standalone = "strata", "", None, False
@@ -195,6 +218,7 @@ def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, li
 
 def launch(words: Sequence[str]) -> int:
     """Parse, run the agent to its end, and return the exit status. What a failed run says last is the script's."""
+    from strata.rendezvous.health_gate import check_alone
     from strata.rendezvous.regrouping import RegroupingAgent
     from strata.rendezvous.warm import warm_up
 
@@ -205,7 +229,20 @@ def launch(words: Sequence[str]) -> int:
         # Torch would leave an empty one behind.
         if args.log_dir is None and args.redirects == args.tee == "0":
             args.log_dir = cleanup.enter_context(TemporaryDirectory(prefix="strata-torchrun-"))
+        if not args.rdzv_endpoint and (unfit := check_alone()):
+            print(f"strata torchrun: error: this machine is not fit to train: {unfit}", file=sys.stderr)
+            return 1
+        if (notices := _watch_notices(args)) is not None:
+            cleanup.callback(notices.close)
         return _launch(args)
+
+
+def _watch_notices(args: Namespace) -> NoticeWatch | None:
+    from strata.rendezvous.agent import coordinator_of_run
+    from strata.rendezvous.notices import watch
+
+    endpoint = args.rdzv_endpoint if args.rdzv_backend == "strata" else ""
+    return watch(coordinator_of_run() or endpoint)
 
 
 def _launch(args: Namespace) -> int:

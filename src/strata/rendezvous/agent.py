@@ -8,9 +8,11 @@ stops, all restarts are used up at once, so that the agent ends as it would afte
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
@@ -20,7 +22,9 @@ from strata.core.faults.restarts import Restarts, Verdict
 from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
+from strata.rendezvous.health_gate import check_after
 from strata.rendezvous.incidents import IncidentReporter, trimmed
+from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 
@@ -38,9 +42,8 @@ class CarefulAgent(Agent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         handler = self._worker_group.spec.rdzv_handler
-        self._incidents = IncidentReporter(
-            handler.get_run_id(), _coordinator() or getattr(handler, "coordinator", "")
-        )
+        self.coordinator: str = coordinator_of_run() or getattr(handler, "coordinator", "")
+        self._incidents = IncidentReporter(handler.get_run_id(), self.coordinator)
         self._restarts = Restarts(run_policy())
         self._oom_kills = OomKills()
         self._devices = DeviceWatch()
@@ -53,6 +56,19 @@ class CarefulAgent(Agent):
     def starting(self) -> None:
         self._started_s = time.monotonic()
         self._device_faults.clear()
+
+    def leaving(self) -> float | None:
+        return LEAVING.begin(self._kill_workers)
+
+    def has_left(self) -> None:
+        workers = len(self.processes.pids()) if self.processes is not None else 0
+        launch = self._worker_group.spec.rdzv_handler.get_run_id()
+        LEAVING.end(workers=workers, launch=launch, coordinator=self.coordinator)
+
+    def _kill_workers(self) -> None:
+        for pid in self.processes.pids().values() if self.processes is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def look_at_memory(self) -> None:
         """To be called often: only what the kernel killed lately can have been a worker."""
@@ -122,7 +138,11 @@ class CarefulAgent(Agent):
         first = CarefulAgent.first_failure = first_failing(failures)
         lasted_s = time.monotonic() - self._started_s
         verdict = self._restarts.failed(
-            first, lasted_s=lasted_s, now_s=time.monotonic(), others_continue=others_continue
+            first,
+            lasted_s=lasted_s,
+            now_s=time.monotonic(),
+            others_continue=others_continue,
+            can_quarantine=self._incidents.has_coordinator,
         )
         if verdict.quarantine and not self._incidents.has_coordinator:
             reason = f"{verdict.reason}; without a coordinator the run ends here"
@@ -138,12 +158,14 @@ class CarefulAgent(Agent):
                 verdict.reason
             )  # The coordinator may ask this machine to leave before it does so itself.
         self._incidents.report(failures, verdict)
+        check_after(first, self.coordinator)
         if verdict.quarantine:
             self._incidents.flush()
             leave(verdict.reason)
         return verdict
 
 
-def _coordinator() -> str:
+def coordinator_of_run() -> str:
+    """HOST:PORT, as the environment names it; else empty."""
     named = os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL") or ""
     return coordinator_address(named) if named else ""

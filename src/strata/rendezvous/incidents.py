@@ -64,6 +64,11 @@ class IncidentReporter:
             self._write(kept, verdict)
 
     @property
+    def coordinator(self) -> str:
+        """HOST:PORT, or empty."""
+        return self._coordinator
+
+    @property
     def has_coordinator(self) -> bool:
         return bool(self._coordinator)
 

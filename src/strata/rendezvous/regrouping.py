@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerState
 
 from strata import locks
 from strata.checkpoint.peers.keeper import SOCKET_VARIABLE, Keeper, Meeting
@@ -51,6 +51,7 @@ from strata.rendezvous.channel import (
     AgentChannel,
     Message,
 )
+from strata.rendezvous.finishing import WorkFinisher
 from strata.rendezvous.frames import take_report
 from strata.shared_memory import make_private, remove_empty, run_folder
 from strata.torch_compat.elastic import WorkerProcesses
@@ -101,6 +102,7 @@ class RegroupingAgent(CarefulAgent):
         """Workers of this machine do not stand by, because they have ended when they did."""
         self._ask_again_s = 0.0
         self._pause_s = spec.monitor_interval
+        self._finisher: WorkFinisher | None = None
         self._channel = self._listen(spec.rdzv_handler.get_run_id())
         if self._channel is not None:
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
@@ -122,6 +124,7 @@ class RegroupingAgent(CarefulAgent):
             log.warning("workers cannot recover without a restart: %s", error)
             return None
         os.environ[AGENT_VARIABLE] = str(channel.path)
+        self._finisher = WorkFinisher(str(channel.path), self.coordinator)
         atexit.register(self.close)
         return channel
 
@@ -135,8 +138,27 @@ class RegroupingAgent(CarefulAgent):
         atexit.register(keeper.close)
         return keeper
 
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Workers that have died are not the end: what they left in memory is made durable first."""
+        try:
+            result = super().run(role)
+        except BaseException as error:
+            # Whoever is at the terminal wants it to end.
+            if not isinstance(error, KeyboardInterrupt) and getattr(error, "sigval", None) != signal.SIGINT:
+                self._finish()
+            raise
+        if result.is_failed():
+            self._finish()
+        return result
+
+    def _finish(self) -> None:
+        if self._finisher is not None:
+            self._finisher.finish()
+
     def starting(self) -> None:
         super().starting()
+        if self._finisher is not None:
+            self._finisher.workers_are_away()
         with self._lock:
             self._regroup.restarted(now_s=time.monotonic())
             self._numbers = list(range(self._slots))
@@ -171,7 +193,7 @@ class RegroupingAgent(CarefulAgent):
                 error = WorkerError.from_dict(message["error"]) if message["error"] else None
                 is_own = bool(message["is_own"]) and not regroup.is_over
                 who = f"rank {self.rank_of(slot)}" if is_own else f"{BROKEN} on rank {self.rank_of(slot)}"
-                said = f"{who}: {error}" if error is not None else ""
+                said = f"{who}: {error}" if error is not None else str(message.get("reason", ""))
                 regroup.left(slot, now_s=now_s, error=said, is_own=is_own)
                 return {"kind": "end"} if is_own else None
             elif kind == "finished":
@@ -430,6 +452,8 @@ class RegroupingAgent(CarefulAgent):
             self._regroup.restarted(now_s=time.monotonic())
 
     def let_in(self) -> dict[int, int] | None:
+        if self._finisher is not None:
+            self._finisher.workers_start()
         processes = self.processes
         if processes is None or not self._regroup.stands_by:
             return None

@@ -16,6 +16,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
+from strata.rendezvous.health_gate import check_before_joining
+from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import leave
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,12 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
         raise RendezvousError(str(error)) from None
     except ConnectionError:
         pass  # That is said where it matters, below.
+    else:
+        if unfit := check_before_joining(client):
+            raise RendezvousError(
+                f"The machine '{host}' is not fit to train: {unfit}. Look at it with: strata doctor; when it is fixed: "
+                f"strata quarantine clear {host}"
+            )
     handler = create_cas_handler(client, params, unreachable=unreachable)
     handler.coordinator = address
 
@@ -59,7 +67,10 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
                 logger.error("%s This machine leaves the run '%s'.", error, params.run_id)
                 leave(str(error))
 
-    def leave_now(reason: str) -> None:
+    def leave_now(reason: str, within_s: float | None) -> None:
+        if within_s is not None:
+            LEAVING.notice(source="the coordinator", reason=reason, within_s=within_s)
+            return
         logger.error(
             "the machine '%s' was quarantined (%s): it leaves the run '%s'", host, reason, params.run_id
         )

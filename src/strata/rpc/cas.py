@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from strata.core.messages import ReportFailure
+from strata.core.messages import ReportFailure, ReportHandover, ReportHealth
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc, wire
 from strata.rpc.presence import AgentPresence
@@ -58,6 +58,31 @@ class CoordinatorCasClient:
         """Raises `ConnectionError` where it may not have arrived; it may be said again."""
         self._call("ReportFailure", wire.failure_report(command))
 
+    def notify_checkpoint(self, notice: pb.NotifyCheckpointRequest) -> None:
+        """Raises `ConnectionError` where it may not have arrived; it may be said again."""
+        self._call("NotifyCheckpoint", notice)
+
+    def announce_drain(self, host: str, *, within_s: float, reason: str, source: str) -> None:
+        """This machine goes. Raises `ConnectionError` where that may not have arrived; it may be said again."""
+        self._call(
+            "AnnounceDrain",
+            pb.AnnounceDrainRequest(host=host, within_s=within_s, reason=reason, source=source),
+        )
+
+    def report_handover(self, command: ReportHandover) -> None:
+        self._call("ReportHandover", wire.handover_report(command))
+
+    def report_health(self, command: ReportHealth) -> str:
+        """Why this machine is not to join; empty where it is fit. A coordinator of an earlier version says nothing."""
+        request = wire.health_report(command)
+        try:
+            answer = self._stub.ReportHealth(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return ""
+            raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None
+        return str(answer.unfit)
+
     def admit(self, host: str) -> None:
         """Raises `HostRefused` for a machine that is out of use. A coordinator of an earlier version refuses none."""
         request = pb.AdmitHostRequest(host=host)
@@ -70,10 +95,10 @@ class CoordinatorCasClient:
                 raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None
 
     def join(
-        self, key: str, *, node: str, run_id: str, host: str, on_leave: Callable[[str], None]
+        self, key: str, *, node: str, run_id: str, host: str, on_leave: Callable[[str, float | None], None]
     ) -> AgentPresence:
         """Be there, as `node`, among those who share the value under `key`; `on_leave` is called, on another thread, when this
-        machine is taken out of use."""
+        machine is taken out of use, or goes: why, and within how many seconds."""
 
         def open_stream(messages: Iterator[pb.AgentMessage]) -> object:
             return self._stub.Presence(messages, metadata=self._metadata, wait_for_ready=True)

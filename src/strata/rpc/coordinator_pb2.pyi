@@ -627,6 +627,88 @@ class AdmitHostResponse(_message.Message):
     admitted: bool
     def __init__(self, admitted: _Optional[bool] = ...) -> None: ...
 
+class AnnounceDrainRequest(_message.Message):
+    __slots__ = ("host", "within_s", "reason", "source")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    within_s: float
+    reason: str
+    source: str
+    def __init__(self, host: _Optional[str] = ..., within_s: _Optional[float] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
+class AnnounceDrainResponse(_message.Message):
+    __slots__ = ("within_s",)
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    within_s: float
+    def __init__(self, within_s: _Optional[float] = ...) -> None: ...
+
+class ReportHandoverRequest(_message.Message):
+    __slots__ = ("host", "node", "launch", "job_id", "saved_step", "lost_steps", "where", "reason")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SAVED_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    node: str
+    launch: str
+    job_id: str
+    saved_step: int
+    lost_steps: int
+    where: str
+    reason: str
+    def __init__(self, host: _Optional[str] = ..., node: _Optional[str] = ..., launch: _Optional[str] = ..., job_id: _Optional[str] = ..., saved_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., where: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportHandoverResponse(_message.Message):
+    __slots__ = ("acknowledged",)
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    acknowledged: bool
+    def __init__(self, acknowledged: _Optional[bool] = ...) -> None: ...
+
+class ReportHealthRequest(_message.Message):
+    __slots__ = ("host", "kind", "measured", "failed", "clock", "seconds", "reason")
+    class MeasuredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class FailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    kind: str
+    measured: _containers.ScalarMap[str, float]
+    failed: _containers.ScalarMap[str, str]
+    clock: float
+    seconds: float
+    reason: str
+    def __init__(self, host: _Optional[str] = ..., kind: _Optional[str] = ..., measured: _Optional[_Mapping[str, float]] = ..., failed: _Optional[_Mapping[str, str]] = ..., clock: _Optional[float] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportHealthResponse(_message.Message):
+    __slots__ = ("unfit",)
+    UNFIT_FIELD_NUMBER: _ClassVar[int]
+    unfit: str
+    def __init__(self, unfit: _Optional[str] = ...) -> None: ...
+
 class ReadValueRequest(_message.Message):
     __slots__ = ("key",)
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -674,14 +756,16 @@ class AgentMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class PresenceNotice(_message.Message):
-    __slots__ = ("version", "lost", "leave")
+    __slots__ = ("version", "lost", "leave", "within_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     version: int
     lost: _containers.RepeatedScalarFieldContainer[str]
     leave: str
-    def __init__(self, version: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., leave: _Optional[str] = ...) -> None: ...
+    within_s: float
+    def __init__(self, version: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., leave: _Optional[str] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation")

@@ -114,6 +114,24 @@ class CoordinatorStub:
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
             _registered_method=True,
         )
+        self.AnnounceDrain = channel.unary_unary(
+            "/coordinator.Coordinator/AnnounceDrain",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainResponse.FromString,
+            _registered_method=True,
+        )
+        self.ReportHandover = channel.unary_unary(
+            "/coordinator.Coordinator/ReportHandover",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverResponse.FromString,
+            _registered_method=True,
+        )
+        self.ReportHealth = channel.unary_unary(
+            "/coordinator.Coordinator/ReportHealth",
+            request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthRequest.SerializeToString,
+            response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthResponse.FromString,
+            _registered_method=True,
+        )
         self.ReadValue = channel.unary_unary(
             "/coordinator.Coordinator/ReadValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
@@ -221,6 +239,24 @@ class CoordinatorServicer:
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
+    def AnnounceDrain(self, request, context):
+        """What the cloud, or whoever runs this machine, has announced to its agent: the machine goes."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
+    def ReportHandover(self, request, context):
+        """An agent leaves its run because its machine goes: what became of it."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
+    def ReportHealth(self, request, context):
+        """What a machine has measured of itself before its agent joins: one that is not fit is quarantined."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("Method not implemented!")
+        raise NotImplementedError("Method not implemented!")
+
     def ReadValue(self, request, context):
         """Compare-and-swap on named values: how torchrun's agents find each other."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -314,6 +350,21 @@ def add_CoordinatorServicer_to_server(servicer, server):
             servicer.AdmitHost,
             request_deserializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.FromString,
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.SerializeToString,
+        ),
+        "AnnounceDrain": grpc.unary_unary_rpc_method_handler(
+            servicer.AnnounceDrain,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainResponse.SerializeToString,
+        ),
+        "ReportHandover": grpc.unary_unary_rpc_method_handler(
+            servicer.ReportHandover,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverResponse.SerializeToString,
+        ),
+        "ReportHealth": grpc.unary_unary_rpc_method_handler(
+            servicer.ReportHealth,
+            request_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthRequest.FromString,
+            response_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthResponse.SerializeToString,
         ),
         "ReadValue": grpc.unary_unary_rpc_method_handler(
             servicer.ReadValue,
@@ -724,6 +775,96 @@ class Coordinator:
             "/coordinator.Coordinator/AdmitHost",
             strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def AnnounceDrain(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/AnnounceDrain",
+            strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def ReportHandover(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/ReportHandover",
+            strata_dot_rpc_dot_coordinator__pb2.ReportHandoverRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.ReportHandoverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True,
+        )
+
+    @staticmethod
+    def ReportHealth(
+        request,
+        target,
+        options=(),
+        channel_credentials=None,
+        call_credentials=None,
+        insecure=False,
+        compression=None,
+        wait_for_ready=None,
+        timeout=None,
+        metadata=None,
+    ):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            "/coordinator.Coordinator/ReportHealth",
+            strata_dot_rpc_dot_coordinator__pb2.ReportHealthRequest.SerializeToString,
+            strata_dot_rpc_dot_coordinator__pb2.ReportHealthResponse.FromString,
             options,
             channel_credentials,
             insecure,

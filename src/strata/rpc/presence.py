@@ -37,7 +37,7 @@ class AgentPresence:
         node: str,
         run_id: str,
         host: str = "",
-        on_leave: Callable[[str], None] = lambda reason: None,
+        on_leave: Callable[[str, float | None], None] = lambda reason, within_s: None,
     ) -> None:
         self._open_stream = open_stream
         self._key = key
@@ -114,4 +114,4 @@ class AgentPresence:
             self._notice, self._lost = notice, lost
             self._news.notify_all()
         if notice.leave and not self._closing.is_set():
-            self._on_leave(notice.leave)
+            self._on_leave(notice.leave, notice.within_s if notice.HasField("within_s") else None)

@@ -34,6 +34,8 @@ from strata.core.messages import (
     RegisterWorker,
     Report,
     ReportFailure,
+    ReportHandover,
+    ReportHealth,
     ReportRecovery,
     Resources,
     ShardProgress,
@@ -256,6 +258,32 @@ def report_failure(m: pb.ReportFailureRequest, *, bound: JobId | None = None) ->
     )
 
 
+def report_handover(m: pb.ReportHandoverRequest, *, bound: JobId | None = None) -> ReportHandover:
+    """`bound` is the only job that the caller may speak for, if there is one."""
+    return ReportHandover(
+        host=m.host,
+        node=m.node,
+        launch=m.launch,
+        job_id=bound or (JobId(m.job_id) if m.job_id else None),
+        saved_step=m.saved_step if m.HasField("saved_step") else None,
+        lost_steps=m.lost_steps if m.HasField("lost_steps") else None,
+        where=m.where,
+        reason=m.reason,
+    )
+
+
+def report_health(m: pb.ReportHealthRequest) -> ReportHealth:
+    return ReportHealth(
+        host=m.host,
+        kind=m.kind,
+        measured=dict(m.measured),
+        failed=dict(m.failed),
+        clock_s=m.clock,
+        seconds=m.seconds,
+        reason=m.reason,
+    )
+
+
 def _failure(m: pb.WorkerFailure) -> Failure:
     error = m.error
     return Failure(
@@ -351,6 +379,31 @@ def failure_report(command: ReportFailure) -> pb.ReportFailureRequest:
         stops=command.decision == "stop",
         reason=command.reason,
         quarantine=command.quarantine,
+    )
+
+
+def handover_report(command: ReportHandover) -> pb.ReportHandoverRequest:
+    return pb.ReportHandoverRequest(
+        host=command.host,
+        node=command.node,
+        launch=command.launch,
+        job_id=command.job_id or "",
+        saved_step=command.saved_step,
+        lost_steps=command.lost_steps,
+        where=command.where,
+        reason=command.reason,
+    )
+
+
+def health_report(command: ReportHealth) -> pb.ReportHealthRequest:
+    return pb.ReportHealthRequest(
+        host=command.host,
+        kind=command.kind,
+        measured=dict(command.measured),
+        failed=dict(command.failed),
+        clock=command.clock_s,
+        seconds=command.seconds,
+        reason=command.reason,
     )
 
 

@@ -30,6 +30,13 @@ class Provider:
     permissions: Mapping[str, str]
     """Operation (read, write, list, delete) → what its owner must be allowed."""
     credentials_hint: str
+    endpoint_variables: tuple[str, ...] = ()
+    """Of the environment, which the client library reads by itself; the first that is set counts."""
+
+    @property
+    def endpoint_setting(self) -> str:
+        """Where a user says it."""
+        return self.endpoint_variables[-1] if self.endpoint_variables else "endpoint"
 
 
 S3 = Provider(
@@ -42,6 +49,7 @@ S3 = Provider(
         "delete": "s3:DeleteObject",
     },
     credentials_hint="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, run 'aws configure', or attach an IAM role.",
+    endpoint_variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
 )
 GCS = Provider(
     tier="GCS",
@@ -64,6 +72,7 @@ AZURE = Provider(
         "delete": "the role Storage Blob Data Contributor",
     },
     credentials_hint="Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or attach a managed identity.",
+    endpoint_variables=("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
 )
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
@@ -197,8 +206,8 @@ def _ini_section(path: str, section: str) -> dict[str, str]:
 def _speaks_plain_http(provider: Provider, config: Mapping[str, Any]) -> bool:
     """Whether the endpoint is plain HTTP and may be."""
     endpoint = str(config.get("endpoint") or "")
-    if provider is S3:
-        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    for name in provider.endpoint_variables:
+        endpoint = endpoint or os.environ.get(name, "")
     try:
         parts = urlsplit(endpoint)
         host, _ = parts.hostname or "", parts.port
@@ -209,7 +218,7 @@ def _speaks_plain_http(provider: Provider, config: Mapping[str, Any]) -> bool:
             f"The endpoint {endpoint!r} is not a URL.",
             tier=provider.tier,
             key="",
-            hint="Write AWS_ENDPOINT_URL=https://host:port.",
+            hint=f"Write {provider.endpoint_setting}=https://host:port.",
         )
     if parts.scheme != "http":
         return False

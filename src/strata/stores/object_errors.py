@@ -88,7 +88,10 @@ def explain(error: BaseException, *, provider: Provider, bucket: str, key: str, 
     if status == 0 and kind in ("GenericError", "EOFError"):
         why = _short(text)
         return made(
-            Unavailable, why, "Check the endpoint (AWS_ENDPOINT_URL), the network and the service.", why
+            Unavailable,
+            why,
+            f"Check the endpoint ({provider.endpoint_setting}), the network and the service.",
+            why,
         )
     return made(StoreError, f"{cause or _short(text)}.", "")
 

@@ -100,6 +100,24 @@ class Agent(LocalElasticAgent):
                 del os.environ[name]
             os.environ.update(before)
 
+    def leaving(self) -> float | None:
+        """Called when this machine was asked to leave, before its workers are: how long they have; None for torch's time."""
+        return None
+
+    def has_left(self) -> None:
+        """Called after that, when they have ended."""
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        asked = sys.exc_info()[1]
+        if not isinstance(asked, workers.api.SignalException) or asked.sigval != signal.SIGTERM:
+            super()._shutdown(*arguments, **options)
+            return
+        patience_s = self.leaving()
+        if patience_s is not None and self.processes is not None:
+            self.processes.patience_s = patience_s
+        super()._shutdown(*arguments, **options)
+        self.has_left()
+
     def look(self) -> WorkerState | None:
         """Called whenever torch looks after the workers, and may wait a little: their state, if torch is to leave them alone."""
         return None
@@ -233,6 +251,8 @@ class WorkerProcesses(workers.MultiprocessContext):
         super().__init__(*arguments, **options)
         self._spares: dict[int, _Started] = {}
 
+    patience_s: float | None = None
+    """How long they have to end when they are asked to; None for torch's time."""
     ended_first: Mapping[int, int] = {}
     """Exit codes of those that had ended when a failure was noticed, and were not ended for it."""
 
@@ -375,7 +395,7 @@ class WorkerProcesses(workers.MultiprocessContext):
         for number in list(self._spares):
             self.end_spare(number)
         self._release_finished()
-        super()._close(death_sig, timeout)
+        super()._close(death_sig, timeout if self.patience_s is None else self.patience_s)  # type: ignore[arg-type]
         for path in self._pc.error_files if self._pc else ():
             Path(path).unlink(missing_ok=True)
 

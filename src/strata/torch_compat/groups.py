@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from strata.torch_compat import require, torch_version
 require("groups")
 
 import torch  # noqa: E402
+from torch import distributed  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from strata.torch_compat.stores import HashStore  # noqa: E402
 
 GIVES_UP_LOCK = torch_version() >= (2, 13)
 """Verified with 2.13 and 2.15; those before keep the group, which is safe with each."""
@@ -131,3 +135,32 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:  # The thread has ended.
         return ""
+
+
+def sum_over_loopback(ranks: int, count: int, *, timeout_s: float) -> list[float]:
+    """What each of so many ranks, all in this process, gets when their numbers (1, 2, …) are added over loopback with gloo."""
+    gloo: Any = distributed.ProcessGroupGloo
+    store = HashStore()
+    sums = [0.0] * ranks
+    errors: list[BaseException] = []
+
+    def take_part(rank: int) -> None:
+        try:
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=timeout_s)
+            group = gloo(store, rank, ranks, options)
+            tensor = torch.full((count,), float(rank + 1))
+            group.allreduce([tensor]).wait()
+            sums[rank] = float(tensor.min()) if bool((tensor == tensor[0]).all()) else float("nan")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    return sums

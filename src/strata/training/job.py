@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -53,12 +54,14 @@ from strata.checkpoint.errors import (
     StateMismatch,
     Superseded,
 )
+from strata.checkpoint.finishing import UploadRecord
 from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.peers.link import PeerLink
 from strata.checkpoint.peers.wire import PeerError, parse_rate
 from strata.checkpoint.sharded.plan import Marked
 from strata.core.faults.failures import EXIT_AGAIN
+from strata.core.jobs.handover import Outcome, choose_save
 from strata.core.jobs.job import (
     AwaitSave,
     Finished,
@@ -92,7 +95,8 @@ from strata.data.loading.steps import Batch
 from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token
-from strata.rendezvous.channel import KEEPS_IMAGES_VARIABLE
+from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
+from strata.rendezvous.leaving import write_outcome
 from strata.shared_memory import folder_name, memory_root, note_run
 from strata.sinks import Sink, SinkRun
 from strata.stores.local import LocalStore
@@ -259,6 +263,8 @@ class _Opened:
     last_known_step: int = 0
     board: str = ""
     """What the ranks of this start call their board."""
+    destinations: tuple[str, ...] = ()
+    """The URLs of its destinations, where another process of this user can open them by those."""
     error: StrataError | None = None
 
 
@@ -405,6 +411,13 @@ class ElasticJob:
         """The first save, until it is complete; then the run is known to have a state."""
         self._first_is_noted = False
         self._snapshot_step = -1
+        self._durable_step = -1
+        """The newest that this rank has written to every destination."""
+        self._durable_s: float | None = None
+        """How long the last durable save took."""
+        self._newest_save: SaveHandle | None = None
+        self._last_save: Literal["durable", "memory"] = "durable"
+        """What is saved before ranks leave."""
         self._next_agreement = 1
         self._steps_here = 0
         self._has_stepped = False
@@ -430,7 +443,9 @@ class ElasticJob:
             )
         self._data_world.join(self._data)
         self._data.commit_explicitly()
-        self._preemption = Preemption(deadline_s=self.options.preemption_deadline_s)
+        self._preemption = Preemption(
+            deadline_s=self.options.preemption_deadline_s, on_late=self._note_too_late
+        )
         try:
             self._start()
         except BaseException:
@@ -642,6 +657,7 @@ class ElasticJob:
             generation=self._claim.generation,
             last_known_step=self._claim.last_known_step,
             board=uuid.uuid4().hex,
+            destinations=tuple(store.url for store in self._stores),
         )
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
@@ -750,7 +766,12 @@ class ElasticJob:
         return CheckpointManager(
             self._stores,
             options.keep_count,
-            memory=Memory(job=self._images_name, root=options.memory_root, launch=self._launch),
+            memory=Memory(
+                job=self._images_name,
+                root=options.memory_root,
+                launch=self._launch,
+                record=self._upload_record(opened),
+            ),
             policy=Policy(
                 on_error=options.on_error,
                 retries=options.retries,
@@ -802,6 +823,20 @@ class ElasticJob:
         if names.index(names[self.rank]) != self.rank:
             return None
         return machines_with(names[self.rank], names, self._machines)
+
+    def _upload_record(self, opened: _Opened) -> bytes:
+        """What the agent of this machine needs to finish the work of its workers; nothing where there is no agent that could."""
+        agent = os.environ.get(AGENT_VARIABLE, "")
+        if not agent or not opened.destinations:
+            return b""
+        record = UploadRecord(
+            agent=agent,
+            job=self.name,
+            worker=self._changes.roster.names[self.rank],
+            run=self.run,
+            destinations=opened.destinations,
+        )
+        return record.encode()
 
     @property
     def _images_name(self) -> str:
@@ -1136,7 +1171,7 @@ class ElasticJob:
 
     def log(self, metrics: Metrics, *, step: int | None = None) -> None:
         """Keep values of training by step: numbers, 0-dimensional tensors, or mappings of names to them, whose names are put
-        together with '/'. NaN and infinity are values too.
+        together with '/'; many values at once as `strata.Histogram(values)`. NaN and infinity are values too.
 
         They belong to the step being made, or outside of the loop to the last one; `step` says which optimizer step they belong
         to otherwise. The coordinator keeps them for the run, over restarts of everything, and every sink gets them. Values of
@@ -1353,8 +1388,13 @@ class ElasticJob:
         patience = max(1, min(1000, int(AGREE_EVERY_S / max(self._step_s, 1e-6))))
         asked, superseded = self._preemption.requested, self._superseded()
         has_news = self._mixture is not None and self._mixture.has_news
-        stay, gap, all_asked, current, no_news = smallest(
-            [float(not asked), float(patience), float(asked), float(superseded is None), float(not has_news)]
+        durable_s = -1.0 if self._durable_s is None else self._durable_s
+        stay, gap, all_asked, current, no_news, left_s, slowest = smallest(
+            [
+                *(float(not asked), float(patience), float(asked)),
+                *(float(superseded is None), float(not has_news)),
+                *(self._preemption.left_s, -durable_s),
+            ]
         )
         if not current:
             raise superseded or Superseded(
@@ -1362,6 +1402,14 @@ class ElasticJob:
             )
         self._leaving = stay == 0.0
         self._everyone_leaves = all_asked == 1.0
+        if self._leaving:
+            self._last_save = choose_save(
+                left_s=left_s,
+                durable_s=None if slowest > 0.0 else -slowest,
+                has_destinations=bool(self._protocol.destinations),
+                others_stay=not self._everyone_leaves,
+                is_sharded=self._is_sharded,
+            )
         self._next_agreement = self._steps_here + int(gap)
         if self._mixture is not None and not no_news:
             self._has_changed_data = self._mixture.settle(lead=int(gap))
@@ -1381,18 +1429,58 @@ class ElasticJob:
         return None
 
     def _leave(self) -> None:
-        self._finish()
-        if not self._protocol.destinations and self._snapshot_step != self.step:
+        """Some ranks were asked to stop: save what there is time for. Those who were end; the others continue without them."""
+        assert self._preemption is not None
+        is_durable = bool(self._protocol.destinations) and self._last_save == "durable"
+        if self._last_save == "durable":
+            self._finish()
+        if not is_durable and self._snapshot_step != self.step:
             if self._is_sharded:
                 self._settle_shards()
+            self._compare_replicas(is_saving=True)
             self._save(durable=False)
-            if self._manager is not None:
-                self._manager.wait_pending(self.options.preemption_deadline_s)
-        assert self._preemption is not None
+            if self._newest_save is not None:
+                self._newest_save.wait(min(self.options.preemption_deadline_s, self._preemption.left_s))
         asked = self._preemption.requested
         who = "asked to stop" if asked else "other ranks were asked to stop"
-        announce(logging.INFO, f"{who}: step {self.step:,} is saved, ending")
+        where = "" if is_durable or not self._protocol.destinations else " in memory, for want of time"
+        announce(logging.INFO, f"{who}: step {self.step:,} is saved{where}, ending")
+        if asked:
+            write_outcome(
+                Outcome(
+                    step=self.step,
+                    saved_step=self.step,
+                    where="durable" if is_durable else "memory",
+                    others_stay=not self._everyone_leaves,
+                    in_time=True,
+                )
+            )
+        is_leaving = self._machine_leaves(asked=asked)
+        if not asked and self._live_run is not None and not is_leaving:
+            self._live_run.others_leave(
+                f"ranks on another machine were asked to leave after step {self.step:,}"
+            )
         raise Preempted(asked=asked)
+
+    def _machine_leaves(self, *, asked: bool) -> bool:
+        """Whether a rank of this machine was asked to stop: then its agent starts the others again, if it is to go on at all."""
+        machine = (socket.gethostname(), os.environ.get(AGENT_VARIABLE, ""))
+        return (machine, True) in gather((machine, asked))
+
+    def _note_too_late(self) -> None:
+        """On another thread, before this process ends: what is saved, though not what it had reached."""
+        saved, where = max(
+            (self._durable_step, "durable"), (self._snapshot_step if self._keeps_state else -1, "memory")
+        )
+        write_outcome(
+            Outcome(
+                step=self.step,
+                saved_step=saved if saved >= 0 else None,
+                where=("durable" if where == "durable" else "memory") if saved >= 0 else "nothing",
+                others_stay=self.world_size > local_world_size(),
+                in_time=False,
+            )
+        )
 
     def _first_step(self) -> None:
         self._tracer.mark("stepped")
@@ -1520,13 +1608,22 @@ class ElasticJob:
             pass
 
     def _begun(self, save: Save, handle: SaveHandle) -> None:
+        self._newest_save = handle
         if save.durable and self._stores:
             self._saving[save.placement.checkpoint_id] = handle
+            began_s = time.monotonic()
+            handle.future.add_done_callback(lambda _: self._note_durable(handle, began_s))
         if self._first is None and not self._first_is_noted:
             self._first = handle
         if self._metric_log is not None or self._link is not None:
             self._covering.append(handle)
         self._report("training")
+
+    def _note_durable(self, handle: SaveHandle, began_s: float) -> None:
+        """On the thread that has written it."""
+        if not handle.future.cancelled() and handle.exception() is None:
+            self._durable_s = time.monotonic() - began_s
+            self._durable_step = max(self._durable_step, handle.step)
 
     def _carry_out(self, save: Save, rng_states: Mapping[str, Any]) -> None:
         checkpoint_id = save.placement.checkpoint_id

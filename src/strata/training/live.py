@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import distributed
@@ -95,6 +95,10 @@ class LiveRun(Protocol):
 
     def check(self) -> None:
         """Raises where this process must leave its job: the ranks change."""
+        ...
+
+    def others_leave(self, reason: str) -> NoReturn:
+        """Raises what this process leaves its job by, to enter it again without ranks that were asked to end."""
         ...
 
     def stepped(self, step: int) -> None:

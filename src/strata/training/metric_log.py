@@ -25,10 +25,12 @@ import numpy as np
 import torch
 
 from strata.core.messages import InvalidArgument
+from strata.core.telemetry.histograms import PARTS, column
 from strata.core.telemetry.run_metrics import DISK_FREE, DISK_TOTAL, STEP_LIMIT, check_name
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import Sink, SinkRows, SinkRun
+from strata.training.histogram import Histogram
 from strata.worker.outbox import MetricOutbox
 from strata.worker.resources import ResourceSampler
 
@@ -45,7 +47,7 @@ PLAIN = frozenset({float, int, bool})
 SEPARATOR = "/"
 
 Metrics = Mapping[str, Any]
-"""Names to numbers, 0-dimensional tensors, or further such mappings."""
+"""Names to numbers, 0-dimensional tensors, histograms, or further such mappings."""
 
 
 @dataclass(slots=True)
@@ -306,11 +308,14 @@ def _message(rows: SinkRows) -> pb.MetricRows:
 
 
 def flattened(metrics: Metrics, prefix: str = "") -> dict[str, Any]:
-    """Nested names become one, with '/'."""
+    """Nested names become one, with '/'; a histogram becomes its parts."""
     flat: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             flat |= flattened(value, f"{prefix}{name}{SEPARATOR}")
+        elif isinstance(value, Histogram):
+            parts = zip(PARTS, value.parts(name), strict=True)
+            flat |= {column(f"{prefix}{name}", part): number for part, number in parts}
         else:
             flat[f"{prefix}{name}" if prefix else name] = value
     return flat
@@ -318,7 +323,7 @@ def flattened(metrics: Metrics, prefix: str = "") -> dict[str, Any]:
 
 def _resolved(metrics: Metrics) -> tuple[tuple[str, ...], list[Any], list[_Pending] | None]:
     """Names and values where some are no plain numbers; what must not be waited for apart."""
-    if any(isinstance(value, Mapping) for value in metrics.values()):
+    if any(isinstance(value, (Mapping, Histogram)) for value in metrics.values()):
         metrics = flattened(metrics)
     values = list(metrics.values())
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -369,6 +374,6 @@ def _not_a_number(names: Sequence[str], values: Sequence[object]) -> StrataError
             return InvalidArgument(
                 f"metric '{name}'",
                 f"is no number ({type(value).__name__}).",
-                hint="Log numbers, 0-dimensional tensors, or mappings of names to them.",
+                hint="Log numbers, 0-dimensional tensors, or mappings of names to them; many values as strata.Histogram(values).",
             )
     return InvalidArgument("metrics", "are no numbers.", hint="Log numbers.")

@@ -1,15 +1,21 @@
-"""SIGTERM and Ctrl-C mean: save what you have, and leave. Within a deadline, whatever happens; a second Ctrl-C means now."""
+"""SIGTERM and Ctrl-C mean: save what you have, and leave. Within a deadline, whatever happens; a second Ctrl-C means now.
+
+The deadline is the job's, unless whoever asks has said when the machine goes (`strata.rendezvous.leaving`)."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from strata.core.faults.failures import EXIT_AGAIN
+from strata.rendezvous.leaving import read_deadline
 
 log = logging.getLogger("strata.training")
 
@@ -21,9 +27,12 @@ class Preemption:
     Python program does.
     """
 
-    def __init__(self, *, deadline_s: float) -> None:
+    def __init__(self, *, deadline_s: float, on_late: Callable[[], None] = lambda: None) -> None:
+        """`on_late` is called, on another thread, before the process ends because it was not done in time."""
         self.requested = False
         self._deadline_s = deadline_s
+        self._on_late = on_late
+        self._until_s = math.inf
         self._timer: threading.Timer | None = None
         self._previous: dict[int, Any] = {}
         self.watch()
@@ -39,15 +48,26 @@ class Preemption:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
+        now_s = time.monotonic()
+        announced_s = read_deadline() if number == signal.SIGTERM else None
+        if announced_s is not None:
+            self._deadline_s = max(0.0, announced_s - now_s)
+        self._until_s = now_s + self._deadline_s
         self.requested = True
         self._timer = threading.Timer(self._deadline_s, self._too_late)
         self._timer.daemon = True
         self._timer.start()
 
+    @property
+    def left_s(self) -> float:
+        """Until this process ends; infinite while nobody has asked."""
+        return max(0.0, self._until_s - time.monotonic()) if self.requested else math.inf
+
     def _too_late(self) -> None:
         log.error(
-            "asked to stop %.0f s ago and still running; exiting without a final checkpoint", self._deadline_s
+            "asked to stop %.1f s ago and still running; exiting without a final checkpoint", self._deadline_s
         )
+        self._on_late()
         os._exit(EXIT_AGAIN)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from strata.core.jobs.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
 from strata.launch.entry import send_output
@@ -260,7 +260,13 @@ class _Recovery(Generic[R]):
     def _send_left(self, channel: WorkerChannel, error: BaseException, *, is_own: bool) -> None:
         self._has_reported = True
         described = describe(error) if not isinstance(error, GenerationEnded) else None
-        channel.send("left", error=described.to_dict() if described is not None else None, is_own=is_own)
+        reason = str(error) if isinstance(error, GenerationEnded) else ""
+        channel.send(
+            "left",
+            error=described.to_dict() if described is not None else None,
+            is_own=is_own,
+            reason=reason,
+        )
 
     def _has_left(self, channel: WorkerChannel, error: BaseException) -> dict[str, Any]:
         """Report it; the agent says whether to enter again. Raises the error where the process is to end with it."""
@@ -359,6 +365,9 @@ class _Recovery(Generic[R]):
         """Raises `GenerationEnded` where the ranks have changed."""
         if self._over:
             raise GenerationEnded(self._over)
+
+    def others_leave(self, reason: str) -> NoReturn:
+        raise GenerationEnded(reason)
 
     def stepped(self, step: int) -> None:
         assert self._channel is not None

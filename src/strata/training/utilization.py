@@ -15,18 +15,23 @@ import torch
 from strata.torch_compat.dtensors import is_distributed_tensor
 
 PEAK_FLOPS: dict[str, float] = {
+    # nvidia.com/en-us/data-center: b200 (Blackwell data sheet), h200, h100, a100, l40s, l4, a10, t4, v100. Data sheets since Ampere
+    # print some of these with sparsity: half of that is dense.
     "B200": 2_250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
-    "A10G": 70e12,
     "A10": 125e12,
+    "V100 PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
+    # amd.com/en/products/accelerators/instinct/mi300: mi300x, mi325x.
     "MI300X": 1_307e12,
+    "MI325X": 1_307e12,
 }
 """By a part of the device's name; the first that is in it counts."""
 

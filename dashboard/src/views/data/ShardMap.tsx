@@ -9,7 +9,7 @@ import type { Audit, ShardPlan } from "../../api/types";
 import { Meter } from "../../components/Card";
 import { Empty } from "../../components/states";
 import { RunLink } from "../../components/values";
-import { count, cut, percent, plural } from "../../format";
+import { count, cut, number, percent, plural } from "../../format";
 import { shortName } from "../../state/runs";
 import { movedIn, positionOf, rowsOf, type Position, type Range, type Row } from "./ranges";
 
@@ -41,12 +41,18 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
 
 function Progress(props: { position: Position }) {
   const { epoch, done, total, proof, past } = props.position;
-  const share = total > 0 ? (done / total) * 100 : null;
+  const share = total > 0 ? Math.min(100, (done / total) * 100) : null;
+  // Sources of a mixture repeat: more may be drawn than there are.
+  const passes = total > 0 && done > total ? done / total : null;
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-wrap items-baseline justify-between gap-x-6">
-        <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} trained and checkpointed</span></p>
-        <p className="text-muted">{count(done)} of {count(total)} samples</p>
+        {passes === null ? (
+          <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} trained and checkpointed</span></p>
+        ) : (
+          <p><span className="text-lg font-semibold">{number(passes, 3)} ×</span> <span className="text-muted">as many samples trained and checkpointed as its sources hold</span></p>
+        )}
+        <p className="text-muted">{passes === null ? `${count(done)} of ${count(total)} samples` : `${count(done)} drawn, of ${count(total)} samples`}</p>
       </div>
       <Meter label={`Progress of epoch ${epoch}`} value={share} />
       {proof && (

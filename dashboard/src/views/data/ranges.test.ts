@@ -51,4 +51,9 @@ describe("how far a run is", () => {
     const other = { ...audit(0, 7), total: 14 };
     expect(positionOf(first, [other])).toMatchObject({ epoch: 0, done: 7, total: 14, proof: other, isPlans: false });
   });
+
+  it("is put beside what the sources hold where a mixture of them has no end", () => {
+    const endless = { ...audit(0, 75), total: Number.MAX_SAFE_INTEGER };
+    expect(positionOf(first, [endless])).toMatchObject({ done: 75, total: 30 });
+  });
 });

@@ -73,10 +73,12 @@ export interface Position {
 export function positionOf(plan: ShardPlan, proofs: readonly Audit[]): Position {
   const proof = proofs.find((each) => each.epoch === plan.epoch);
   const isPlans = proof === undefined || proof.total === plan.total_samples;
+  // A mixture whose sources repeat has no end: what it has drawn is put beside what they hold.
+  const isEndless = proof !== undefined && proof.total >= Number.MAX_SAFE_INTEGER;
   return {
     epoch: plan.epoch,
     done: isPlans ? plan.samples_done : proof.samples,
-    total: isPlans ? plan.total_samples : proof.total,
+    total: isPlans || isEndless ? plan.total_samples : proof.total,
     proof,
     past: proofs.filter((each) => each.epoch < plan.epoch),
     isPlans,

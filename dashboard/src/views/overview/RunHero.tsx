@@ -8,7 +8,6 @@ import { Sparkline } from "../../components/Sparkline";
 import { Status } from "../../components/Status";
 import { Ago } from "../../components/values";
 import { age, compact, count, duration, number, percent, plural } from "../../format";
-import { domainsOf } from "../../state/risk";
 import { etaOf, goalOf } from "../../state/progress";
 import type { Run } from "../../state/runs";
 import { throughputOf } from "../../state/series";
@@ -17,6 +16,8 @@ import { useRunHistory } from "../runs/history";
 
 /** The first page is small: what draws curves comes after it. */
 const Chart = lazy(() => import("../../components/Chart").then((module) => ({ default: module.Chart })));
+
+const RiskList = lazy(() => import("../checkpoints/Safety").then((module) => ({ default: module.RiskList })));
 
 const WINDOW_S = 900;
 const CHART_PX = 150;
@@ -71,24 +72,17 @@ function Value(props: { label: string; value: string; unit?: string; children?: 
 }
 
 /** What would be lost now, by what fails. */
-export function RiskLines({ run, now }: { run: Run; now: number }) {
-  const domains = domainsOf(run);
+function RiskLines({ run, now }: { run: Run; now: number }) {
+  const { safe, since } = run.risk;
   return (
     <>
       <dt className="text-sm text-muted">Work at risk</dt>
-      {domains.length === 0 ? (
+      {since === null ? (
         <dd className="text-muted">None: nothing trains.</dd>
       ) : (
         <dd>
-          <ul aria-label={`Work at risk of ${run.name}`} className="mt-1 flex flex-col gap-0.5">
-            {domains.map((d) => (
-              <li key={d.domain} className="flex flex-wrap items-baseline justify-between gap-x-3">
-                <span className="text-muted">{d.label}</span>
-                <span className={`ml-auto text-right ${d.steps === null ? "text-warn" : "font-medium"}`} title={d.from === null ? "It would start from the beginning" : `It would continue at step ${count(d.from)}`}>{d.text}</span>
-              </li>
-            ))}
-          </ul>
-          <p className="mt-1 text-sm text-faint">{run.risk.safe ? <>last checkpoint <Ago at={run.risk.safe.created_at} /></> : run.risk.since !== null ? `no checkpoint for ${age(now - run.risk.since)}` : ""}</p>
+          <Suspense fallback={<p className="text-sm text-muted">…</p>}><RiskList job={run.id} name={run.name} /></Suspense>
+          <p className="mt-1 text-sm text-faint">{safe ? <>last checkpoint <Ago at={safe.created_at} /></> : `no checkpoint for ${age(now - since)}`}</p>
         </dd>
       )}
     </>

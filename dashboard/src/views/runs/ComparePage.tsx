@@ -18,6 +18,7 @@ import { useStore } from "../../state/store";
 import { comparable, differences, finalValues, idsOf, LOOKS, RUNS_COMPARED, textOf } from "./compare";
 import { csvOf } from "./curves";
 import { configOf } from "./Details";
+import { isHistogram, label } from "./histograms";
 import { PANELS_SHOWN, usualOrder } from "./layout";
 import { infoQuery, metricsQuery, useLoggedRuns } from "./metrics";
 import { EAGER, Panel, preloadPlot, Swatch, valueText, type PanelRun } from "./Panel";
@@ -86,7 +87,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
       <Toolbar settings={settings} change={change} lastStep={lastStep}>
         <Select aria-label="Add a metric" className="w-40" value="" onChange={(event) => { if (event.target.value) set({ m: textOfNames([...new Set([...chosen, event.target.value])]) }); }}>
           <option value="">{chosen.length > 0 ? `${plural(chosen.length, "metric")} chosen` : "All metrics"}</option>
-          {ordered.map((name) => <option key={name} value={name}>{name}</option>)}
+          {ordered.map((name) => <option key={name} value={name}>{label(name)}</option>)}
         </Select>
         {chosen.length > 0 && <Button onClick={() => set({ m: undefined })}>Show all</Button>}
       </Toolbar>
@@ -146,7 +147,7 @@ function FinalValues(props: { runs: readonly PanelRun[]; summaries: readonly (Ru
   const rows = finalValues(props.summaries, props.names);
   if (rows.length === 0) return null;
   const save = () => {
-    const table = rows.flatMap((row) => row.values.map((value, i) => [row.name, props.runs[i]?.label ?? "", value?.step, value?.last, value?.min, value?.max]));
+    const table = rows.flatMap((row) => row.values.map((value, i) => [label(row.name), props.runs[i]?.label ?? "", value?.step, value?.last, value?.min, value?.max]));
     saveBlob(`${fileName("final-values", ...props.runs.map((r) => r.label))}.csv`, new Blob([csvOf([["metric", "run", "step", "last", "min", "max"], ...table])], { type: "text/csv" }));
   };
   return (
@@ -156,7 +157,7 @@ function FinalValues(props: { runs: readonly PanelRun[]; summaries: readonly (Ru
         <tbody>
           {rows.map((row) => (
             <tr key={row.name}>
-              <th scope="row" className={`${CELL} foreign sticky left-0 bg-surface text-left font-normal`}>{row.name}</th>
+              <th scope="row" className={`${CELL} foreign sticky left-0 bg-surface text-left font-normal`}>{label(row.name)}{isHistogram(row.name) && <span className="text-faint"> (median)</span>}</th>
               {row.values.map((value, i) => (
                 <td key={props.runs[i]?.id ?? i} className={`${CELL} text-right whitespace-nowrap`} title={value ? `at step ${count(value.step)}` : undefined}>
                   {value === null ? <span className="text-faint">–</span> : <><span className="font-medium">{value.last === null ? "not finite" : valueText(row.name, value.last)}</span> <span className="text-sm text-faint">{valueText(row.name, value.min)} to {valueText(row.name, value.max)}</span></>}

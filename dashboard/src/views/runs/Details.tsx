@@ -13,6 +13,7 @@ import { ErrorNote } from "../../components/states";
 import { Time } from "../../components/values";
 import { useRefusal } from "../../session";
 import { count, plural } from "../../format";
+import { isHistogram, label } from "./histograms";
 import { valueText } from "./Panel";
 
 /** Names and values at any depth, the names joined with dots. */
@@ -114,7 +115,7 @@ function Values({ metrics }: { metrics: readonly MetricSummary[] }) {
         <tbody>
           {metrics.map((m) => (
             <tr key={m.name} className="border-t border-line/60">
-              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{m.name}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
+              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{label(m.name)}{isHistogram(m.name) && <span className="text-faint"> (median)</span>}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
               <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "not finite" : valueText(m.name, m.last)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.min)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.max)}</td>

@@ -3,7 +3,7 @@
 import { Ellipsis, GripVertical, Pin, TriangleAlert } from "lucide-react";
 import { lazy, memo, Suspense, useEffect, useMemo, useRef, useState, type DragEvent } from "react";
 
-import type { MetricCurves } from "../../api/types";
+import type { Curve, MetricCurves } from "../../api/types";
 import { colorOf } from "../../components/colors";
 import { IconButton } from "../../components/controls";
 import { Dialog } from "../../components/Dialog";
@@ -12,7 +12,8 @@ import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
 import { bytes, count, duration, moment, number, plural } from "../../format";
 import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark } from "./curves";
-import { useCurves, useFullCurve } from "./metrics";
+import { fanOf, isHistogram, label, PERCENTS, shapeOf, type Spread } from "./histograms";
+import { lookAhead, useCurves, useFullCurve } from "./metrics";
 import type { PlotLine, PlotMark } from "./MetricPlot";
 import type { Change, Settings } from "./settings";
 
@@ -62,6 +63,8 @@ const HEAD = 20;
 /** So many are in view on most screens before anybody scrolls. */
 export const EAGER = 9;
 const BRANCHES_DRAWN = 30;
+const AHEAD_AFTER_MS = 400;
+const SHAPE = 44;
 const POINTS = 500;
 const DRAGGED = "application/x-strata-panel";
 
@@ -83,12 +86,12 @@ export const Panel = memo(function Panel(props: Props) {
   return (
     <section
       ref={frame}
-      aria-label={name}
+      aria-label={label(name)}
       data-panel={name}
       className={`group flex min-w-0 flex-col rounded-lg border bg-surface px-3 pt-1.5 pb-2 ${isTarget ? "border-accent shadow-[0_0_0_1px_var(--color-accent)]" : ""}`}
       {...drop}
     >
-      {wasInView ? <Content {...props} frame={frame} inView={inView} /> : <><header className="flex min-h-8 items-center"><h3 className="foreign min-w-0 truncate font-medium">{name}</h3></header><div style={{ height: (props.height ?? HEIGHT) + HEAD }} /></>}
+      {wasInView ? <Content {...props} frame={frame} inView={inView} /> : <><header className="flex min-h-8 items-center"><h3 className="foreign min-w-0 truncate font-medium">{label(name)}</h3></header><div style={{ height: (props.height ?? HEIGHT) + HEAD }} /></>}
     </section>
   );
 });
@@ -104,13 +107,13 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
     setFailure(null);
     try {
       const found = await Promise.all(props.runs.map(async (run) => ({ run: run.label, curves: await full(run.id, name, props.settings.zoom) })));
-      saveBlob(`${fileName(...props.runs.map((r) => r.label), name)}.csv`, new Blob([curvesCsv(found)], { type: "text/csv" }));
+      saveBlob(`${fileName(...props.runs.map((r) => r.label), label(name))}.csv`, new Blob([curvesCsv(found)], { type: "text/csv" }));
     } catch (error) {
       setFailure(error);
     }
   };
   const savePng = () => {
-    if (canvas.current) picture(canvas.current, name, props.runs).toBlob((blob) => { if (blob) saveBlob(`${fileName(...props.runs.map((r) => r.label), name)}.png`, blob); });
+    if (canvas.current) picture(canvas.current, label(name), props.runs).toBlob((blob) => { if (blob) saveBlob(`${fileName(...props.runs.map((r) => r.label), label(name))}.png`, blob); });
   };
   const items: MenuItem[] = [
     { label: "Enlarge", onSelect: () => setWide(true) },
@@ -127,7 +130,7 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
   return (
     <>
       <header className="flex min-h-8 items-center gap-1">
-        <h3 className="foreign min-w-0 truncate font-medium" title={name}>{name}</h3>
+        <h3 className="foreign min-w-0 truncate font-medium" title={label(name)}>{label(name)}</h3>
         {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
         <span className="ml-auto flex shrink-0 items-center">
           {actions && (
@@ -145,14 +148,14 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
             <GripVertical className="size-4" />
           </span>
         )}
-          {actions && <IconButton label={actions.isPinned ? `Unpin ${name}` : `Pin ${name}`} aria-pressed={actions.isPinned} className={`size-7 ${actions.isPinned ? "text-accent" : ""}`} onClick={actions.onPin}><Pin aria-hidden className="size-3.5" fill={actions.isPinned ? "currentColor" : "none"} /></IconButton>}
-          <Menu label={`More for ${name}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
+          {actions && <IconButton label={`${actions.isPinned ? "Unpin" : "Pin"} ${label(name)}`} aria-pressed={actions.isPinned} className={`size-7 ${actions.isPinned ? "text-accent" : ""}`} onClick={actions.onPin}><Pin aria-hidden className="size-3.5" fill={actions.isPinned ? "currentColor" : "none"} /></IconButton>}
+          <Menu label={`More for ${label(name)}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
         </span>
       </header>
       {failure !== null && <ErrorNote error={failure} onRetry={() => void saveCsv()} />}
       <Body {...props} height={props.height ?? HEIGHT} enabled={inView} onCanvas={(made) => { canvas.current = made; }} />
       {isWide && (
-        <Dialog open wide="most" onClose={() => setWide(false)} title={name} description={props.runs.map((r) => r.label).join(", ")}>
+        <Dialog open wide="most" onClose={() => setWide(false)} title={label(name)} description={props.runs.map((r) => r.label).join(", ")}>
           <Body {...props} height={Math.max(240, Math.round(window.innerHeight * 0.55))} enabled points={2 * POINTS} onCanvas={() => undefined} />
         </Dialog>
       )}
@@ -167,6 +170,13 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
   const drawn = useMemo(() => drawingOf(runs, curves, { axis, log, smooth, marks: settings.marks }), [runs, curves, axis, log, smooth, settings.marks]);
   const range = useMemo(() => rangeOf(curves, axis, drawn.origins, zoom), [curves, axis, drawn.origins, zoom]);
 
+  useEffect(() => {
+    if (!enabled || isPending || isOld) return;
+    const timer = setTimeout(() => { for (const run of runs) lookAhead(run.id, name, zoom); }, AHEAD_AFTER_MS);
+    return () => clearTimeout(timer);
+  }, [enabled, isPending, isOld, runs, name, zoom]);
+
+  const shape = useRef<SVGSVGElement>(null);
   const values = useRef<(HTMLSpanElement | null)[]>([]);
   const place = useRef<HTMLSpanElement>(null);
   const note = useRef<HTMLParagraphElement>(null);
@@ -175,15 +185,17 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
     () => (x: number | null, marks: readonly PlotMark[]) => {
       drawn.heads.forEach((head, i) => {
         const element = values.current[i];
-        if (element) element.textContent = x === null ? valueText(name, lastOf(head.values)) : valueText(name, valueAt(head, x));
+        const spread = curves[i]?.quantiles;
+        if (element) element.textContent = (x === null ? valueText(name, lastOf(head.values)) : valueText(name, valueAt(head, x))) + (spread ? middleOf(name, spread, head.xs, x) : "");
       });
+      if (shape.current) drawShape(shape.current, runs, curves, drawn.heads, x);
       if (place.current) place.current.textContent = x === null ? "" : placeText(drawn.heads, x, axis);
       if (note.current) {
         note.current.textContent = [...new Set(marks.map((m) => m.text))].slice(0, 3).join(" · ");
         note.current.hidden = marks.length === 0;
       }
     },
-    [drawn, axis, name],
+    [drawn, axis, name, runs, curves],
   );
   useEffect(() => show(null, []), [show]);
 
@@ -211,7 +223,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       ) : known ? (
         <Suspense fallback={<div style={{ height }} />}>
           {enabled ? (
-            <MetricPlot lines={drawn.lines} marks={drawn.marks} axis={axis} log={log} range={range} height={height} sync="metrics" onZoom={zoomTo} onReset={() => zoom && change({ zoom: null })} onCursor={show} onCanvas={props.onCanvas} />
+            <MetricPlot lines={drawn.lines} marks={drawn.marks} axis={axis} log={log} range={range} height={height - (isHistogram(name) ? SHAPE : 0)} sync="metrics" onZoom={zoomTo} onReset={() => zoom && change({ zoom: null })} onCursor={show} onCanvas={props.onCanvas} />
           ) : (
             <div style={{ height }} />
           )}
@@ -219,10 +231,41 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       ) : (
         <p className="grid place-items-center text-sm text-faint" style={{ height }}>{isPending || !enabled ? "" : zoom ? "No values in this range" : log && drawn.hidden > 0 ? "No values above zero" : "No values"}</p>
       )}
+      {known && !error && isHistogram(name) && <svg ref={shape} aria-hidden data-shape viewBox="0 0 480 44" preserveAspectRatio="none" className="w-full" style={{ height: SHAPE }} />}
       <p ref={note} hidden className="foreign pointer-events-none absolute inset-x-0 bottom-6 z-10 mx-auto w-fit max-w-full rounded-md border bg-surface px-2 py-0.5 text-sm break-words shadow-lg" />
       <p className="sr-only">{summary(name, runs, curves, drawn.marks)}</p>
       {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points at or below zero have no place on a logarithmic scale.</p>}
     </div>
+  );
+}
+
+/** Where nine tenths of the values lie, at the point nearest to `x` or at the last one. */
+function middleOf(name: string, quantiles: readonly Curve[], xs: readonly number[], x: number | null): string {
+  const at = x === null ? xs.length - 1 : nearest(xs, x);
+  const [low, high] = [quantiles[PERCENTS.indexOf(5)]?.values[at], quantiles[PERCENTS.indexOf(95)]?.values[at]];
+  return low == null || high == null ? "" : ` (90 %: ${valueText(name, low)} to ${valueText(name, high)})`;
+}
+
+/** The distribution of each run at the point nearest to `x`, or at its last one: drawn past React, as the values are. */
+function drawShape(svg: SVGSVGElement, runs: readonly PanelRun[], curves: readonly (Spread | undefined)[], heads: Drawn["heads"], x: number | null): void {
+  const shapes = runs.map((_, i) => {
+    const xs = heads[i]?.xs ?? [];
+    const at = x === null ? xs.length - 1 : nearest(xs, x);
+    return shapeOf((curves[i]?.quantiles ?? []).map((curve) => curve.values[at]));
+  });
+  const from = Math.min(...shapes.flatMap((s) => (s ? [s.from] : [])));
+  const to = Math.max(...shapes.flatMap((s) => (s ? [s.to] : [])));
+  svg.replaceChildren(
+    ...shapes.flatMap((found, i) => {
+      if (!found) return [];
+      const highest = Math.max(...found.bars);
+      const at = (n: number) => (to > from ? (480 * (found.from + ((found.to - found.from) * n) / found.bars.length - from)) / (to - from) : 240 + 4 * n);
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("d", found.bars.map((bar, n) => `M${at(n)} 44V${44 - (40 * bar) / highest}H${at(n + 1)}V44`).join(""));
+      path.setAttribute("fill", `var(--color-${runs[i]?.color ?? "accent"})`);
+      path.setAttribute("fill-opacity", runs.length > 1 ? "0.45" : "0.7");
+      return [path];
+    }),
   );
 }
 
@@ -243,7 +286,7 @@ interface Drawn {
   hidden: number;
 }
 
-function drawingOf(runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[], look: { axis: Axis; log: boolean; smooth: number; marks: boolean }): Drawn {
+function drawingOf(runs: readonly PanelRun[], curves: readonly (Spread | undefined)[], look: { axis: Axis; log: boolean; smooth: number; marks: boolean }): Drawn {
   const { axis, log } = look;
   const drawn: Drawn = { lines: [], heads: [], marks: [], origins: [], hidden: 0 };
   runs.forEach((run, i) => {
@@ -253,13 +296,14 @@ function drawingOf(runs: readonly PanelRun[], curves: readonly (MetricCurves | u
     const scaled = (curve: MetricCurves["committed"]) => (log ? positive(pointsOf(curve, axis, origin)) : pointsOf(curve, axis, origin));
     const points = each ? scaled(each.committed) : NOTHING;
     if (each && log) drawn.hidden += each.committed.values.filter((v) => v !== null && v <= 0).length;
-    const smooth = look.smooth > 0 ? smoothed(points.values, look.smooth) : null;
+    const smooth = look.smooth > 0 && !each?.quantiles ? smoothed(points.values, look.smooth) : null;
     drawn.heads.push({ xs: points.xs, values: smooth ?? points.values });
     const shape = { color: run.color, ...(run.dash ? { dash: run.dash } : {}) };
     for (const branch of each?.abandoned.slice(-BRANCHES_DRAWN) ?? []) {
       drawn.lines.push({ ...shape, key: `${run.id} ${branch.generation} ${branch.steps[0] ?? 0}`, points: scaled(branch), smooth: null, isAbandoned: true });
     }
     drawn.lines.push({ ...shape, key: run.id, points, smooth, isAbandoned: false });
+    fanOf(each ?? { name: "", committed: NO_CURVE, abandoned: [] }).forEach((curve, n) => drawn.lines.push({ ...shape, key: `${run.id} fan ${n}`, points: scaled(curve), smooth: null, isAbandoned: false }));
     for (const mark of look.marks && each ? run.marks : []) {
       const x = placeOf(mark, axis, origin, each?.committed ?? NO_CURVE);
       if (x !== null) drawn.marks.push({ x, kind: mark.kind, text: mark.text });
@@ -310,7 +354,7 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
       const finite = values.filter((v) => v !== null);
       if (finite.length === 0) return "";
       const branches = curves[i]?.abandoned.length ?? 0;
-      return `${name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.${branches > 0 ? ` ${plural(branches, "abandoned branch", "abandoned branches")}.` : ""}`;
+      return `${isHistogram(name) ? `Median of ${label(name)}` : name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.${branches > 0 ? ` ${plural(branches, "abandoned branch", "abandoned branches")}.` : ""}`;
     })
     .join(" ");
   return told + said;

@@ -9,6 +9,7 @@ import { Dialog } from "../../components/Dialog";
 import { Empty } from "../../components/states";
 import { count, plural } from "../../format";
 import type { Axis } from "./curves";
+import { isHistogram, label } from "./histograms";
 import { EMPTY, load, moved, panelsOf, save, togglePin, usualOrder, withoutPanel, withPanel, type Layout, type Scope } from "./layout";
 import { EAGER, Panel, preloadPlot, type PanelRun } from "./Panel";
 import { matching, type Change, type Settings } from "./settings";
@@ -205,7 +206,7 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
             <li key={name}>
               <label className="flex cursor-pointer items-center gap-2 rounded-md px-2 py-1.5 hover:bg-hover">
                 <input type="checkbox" className="size-4 shrink-0 accent-accent" checked={visible.has(name)} onChange={(event) => kept.change(event.target.checked ? withPanel(kept.layout, name) : withoutPanel(kept.layout, name))} />
-                <span className="foreign min-w-0 break-words">{name}</span>
+                <span className="foreign min-w-0 break-words">{label(name)}</span>{isHistogram(name) && <span className="text-sm text-faint">histogram</span>}
               </label>
             </li>
           ))}

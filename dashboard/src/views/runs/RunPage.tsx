@@ -17,10 +17,10 @@ import { Status } from "../../components/Status";
 import { Ago } from "../../components/values";
 import { age, clock, compact, count, duration, number, plural } from "../../format";
 import { useFilters } from "../../search";
-import { domainsOf } from "../../state/risk";
 import { generationLines, runsOf, timelineRows, whoSurvived, type Run } from "../../state/runs";
 import { throughputOf } from "../../state/series";
 import { useServerNow, useStore, useStory } from "../../state/store";
+import { useSafety } from "../checkpoints/Safety";
 import { Restart, Stop } from "../Tasks";
 import { hasEnded } from "../tasks/progress";
 import { marksOf } from "./curves";
@@ -150,7 +150,8 @@ type Range = (typeof RANGES)[number][0];
 
 function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metrics: RunMetrics | null | undefined; kept: Kept }) {
   const now = useServerNow();
-  const [risk, ...others] = domainsOf(run);
+  const losses = useSafety(run.id).data?.losses ?? [];
+  const [risk, ...others] = run.risk.since === null ? [] : losses;
   const [filters, set] = useFilters();
   const generations = useStore((s) => s.generations);
   const eventLines = useStore((s) => s.eventLines);

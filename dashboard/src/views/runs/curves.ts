@@ -127,6 +127,15 @@ export function stepsOf(curve: Curve, axis: Axis, origin: number | null, from: n
   return first === undefined || last === undefined || last <= first ? null : [first, last];
 }
 
+/** The points of a range of steps. */
+export function within(curve: Curve, [from, to]: Zoom): Curve {
+  const first = curve.steps.findIndex((step) => step >= from);
+  if (first < 0) return NO_CURVE;
+  const stop = curve.steps.findLastIndex((step) => step <= to) + 1;
+  const cut = <T>(column: T[]) => column.slice(first, Math.max(first, stop));
+  return { steps: cut(curve.steps), times: cut(curve.times), values: cut(curve.values), low: cut(curve.low), high: cut(curve.high) };
+}
+
 // --- marks ------------------------------------------------------------------------------------------------------
 
 export interface Mark {

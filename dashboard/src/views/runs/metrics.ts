@@ -3,12 +3,13 @@
  * come into view together are one request.
  */
 
-import { keepPreviousData, useQueries, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
+import { useQueries, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
 import { useCallback } from "react";
 
 import { ApiError, get } from "../../api/client";
 import type { Incident, LoggedRun, MetricCurves, RunCurves, RunInfo, RunMetrics } from "../../api/types";
-import { NO_CURVE, type Zoom } from "./curves";
+import { NO_CURVE, within, type Zoom } from "./curves";
+import { folded, isHistogram, partsOf, spreadOf, type Spread } from "./histograms";
 import { useStore } from "../../state/store";
 
 const AGAIN_MS = 5_000;
@@ -43,7 +44,7 @@ export function useIsLogged(id: string): boolean | undefined {
 export function metricsQuery(run: string, live: boolean) {
   return {
     queryKey: ["run", run, "metrics"] as const,
-    queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunMetrics>(`${path(run)}/metrics`, undefined, signal)),
+    queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunMetrics>(`${path(run)}/metrics`, undefined, signal).then((found) => ({ ...found, metrics: folded(found.metrics) }))),
     refetchInterval: live ? AGAIN_MS : (false as const),
   };
 }
@@ -86,8 +87,14 @@ interface Request {
 
 const gathering = new Map<string, Request>();
 
-/** One metric of a run; those asked for within a moment, in the same range, travel together. */
-export async function curveOf(run: string, name: string, zoom: Zoom | null, points: number): Promise<MetricCurves> {
+/** One metric of a run. */
+export async function curveOf(run: string, name: string, zoom: Zoom | null, points: number): Promise<Spread> {
+  if (!isHistogram(name)) return numberOf(run, name, zoom, points);
+  return spreadOf(name, await Promise.all(partsOf(name).map((part) => numberOf(run, part, zoom, points))));
+}
+
+/** Those asked for within a moment, in the same range, travel together. */
+async function numberOf(run: string, name: string, zoom: Zoom | null, points: number): Promise<MetricCurves> {
   const key = JSON.stringify([run, zoom, points]);
   let request = gathering.get(key);
   if (!request || request.names.length >= NAMES_AT_ONCE) {
@@ -121,19 +128,63 @@ export function useCurves(runs: readonly { id: string; live: boolean }[], name: 
       refetchInterval: run.live ? AGAIN_MS : (false as const),
       staleTime: run.live ? 2_000 : 60_000,
       gcTime: 60_000,
-      placeholderData: keepPreviousData<MetricCurves>,
+      placeholderData: (previous: Spread | undefined) => finerOf(run.id, name, ask.zoom, ask.points) ?? previous,
     })),
     combine,
   });
 }
 
-function combine(results: UseQueryResult<MetricCurves>[]) {
+function combine(results: UseQueryResult<Spread>[]) {
   return {
     curves: results.map((one) => one.data),
     isPending: results.some((one) => one.isPending),
-    isOld: results.some((one) => one.isPlaceholderData),
+    isOld: results.some((one) => one.isPlaceholderData && !(one.data && areFine.has(one.data))),
     error: results.find((one) => one.isError && one.data === undefined)?.error ?? null,
   };
+}
+
+// --- ahead of a zoom --------------------------------------------------------------------------------------------
+
+/** Of a metric in view: so many points of what is shown that a part of it needs no request to be drawn. */
+const AHEAD_POINTS = 2_500;
+const AHEAD_KEPT = 40;
+const AHEAD_FRESH_MS = 60_000;
+/** Of the points that a plot has place for: with fewer, it waits for better ones. */
+const ENOUGH = 0.6;
+
+interface Ahead {
+  zoom: Zoom | null;
+  at: number;
+  /** The latest that has come, and of which range it is. */
+  found: { zoom: Zoom | null; curves: Spread } | null;
+}
+
+const ahead = new Map<string, Ahead>();
+/** Curves cut out of what was there already. */
+const areFine = new WeakSet<object>();
+
+/** Ask for what a zoom into this range will need. Whatever comes of it is only the sooner there. */
+export function lookAhead(run: string, name: string, zoom: Zoom | null): void {
+  const key = JSON.stringify([run, name]);
+  const before = ahead.get(key);
+  if (isHistogram(name) || (before && String(before.zoom) === String(zoom) && Date.now() - before.at < AHEAD_FRESH_MS)) return;
+  const mine: Ahead = { zoom, at: Date.now(), found: before?.found ?? null };
+  ahead.delete(key);
+  ahead.set(key, mine);
+  for (const oldest of [...ahead.keys()].slice(0, -AHEAD_KEPT)) ahead.delete(oldest);
+  curveOf(run, name, zoom, AHEAD_POINTS).then((curves) => { mine.found = { zoom, curves }; }, () => ahead.delete(key));
+}
+
+/** The curve of a range, where enough points of it are there. */
+function finerOf(run: string, name: string, zoom: Zoom | null, points: number): Spread | undefined {
+  const there = zoom && ahead.get(JSON.stringify([run, name]))?.found;
+  if (!there || (there.zoom && (there.zoom[0] > zoom[0] || there.zoom[1] < zoom[1]))) return undefined;
+  const kept = there.curves;
+  const committed = within(kept.committed, zoom);
+  if (committed.steps.length < points * ENOUGH) return undefined;
+  const found = { ...kept, committed, abandoned: kept.abandoned.map((branch) => ({ ...branch, ...within(branch, zoom) })) };
+  areFine.add(found);
+  return found;
 }
 
 /** As many points as the coordinator gives at once, for a file. */

@@ -16,6 +16,7 @@ import { Ago, RunLink, Time } from "../../components/values";
 import { bytes, count, duration, number, percent } from "../../format";
 import { rankOf } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
+import { DrainMachine } from "./Drain";
 import { ownTime } from "./pace";
 
 /** Metrics that only mean something added up over a run: its goodput shows them. */
@@ -63,6 +64,7 @@ function Details({ worker }: { worker: Worker }) {
       <Section title="Last hour"><WorkerHistory worker={worker} /></Section>
       {measured.length > 0 && <Section title="Training metrics"><Facts columns={2} items={measured.map(([name, value]) => [name, number(value, 5)] as const)} /></Section>}
       {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
+      {worker.ip && <Section title={`Machine ${worker.ip}`}><DrainMachine host={worker.ip} /></Section>}
       <Section title="Latest log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
     </div>
   );

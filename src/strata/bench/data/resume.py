@@ -28,6 +28,8 @@ SCHEDULES = ([4, 3], [4, 3, 2], [2, 4, 2], [8, 6, 8], [4, 7])
 TOTAL = 1_003
 STEPS = 6
 """In each world but the last, which continues to the end of the epoch."""
+UNDONE = 2
+"""Steps that are trained after the checkpoint and lost in a crash, before the world changes."""
 BATCH = 5
 """Of one rank."""
 
@@ -71,16 +73,23 @@ def strata_run(total: int, schedule: Sequence[int], *, constant: bool) -> tuple[
     state: dict[str, Any] | None = None
     for number, (world, steps) in enumerate(phases(schedule)):
         ranks = [ElasticSampler(total, rank=rank, world_size=world, seed=1, **batch) for rank in range(world)]  # type: ignore[arg-type]
+        records = []
         for sampler in ranks:
             if state is not None:
                 sampler.load_state_dict(state)
+            saved = None
             for done, (step, ids) in enumerate(sampler.batches(), start=1):
-                seen.update(ids if len(step) else [])
+                if steps is None or done <= steps:
+                    seen.update(ids if len(step) else [])
                 sampler.commit(step)
                 if done == steps:
+                    saved = (sampler.state_dict(), list(sampler.records()))
+                if steps is not None and done == steps + UNDONE:
                     break
-        state = ranks[0].state_dict()
-        data = data.next([r for sampler in ranks for r in sampler.records()], world_size=world)
+            after, own = saved or (sampler.state_dict(), list(sampler.records()))
+            records += own
+        state = after
+        data = data.next(records, world_size=world)
         commits.append(Commit(checkpoint_id=str(number), parent_id=str(number - 1), step=number, data=data))
     lost, repeated = total - len(seen), sum(seen.values()) - len(seen)
     report = audit(commits, "data", 0)

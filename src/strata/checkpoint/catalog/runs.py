@@ -181,7 +181,7 @@ class RunClaim:
 
     def admit(self, store: Store) -> None:
         """Asked before a manifest is put into a store: raises `Superseded` where a newer generation has been claimed."""
-        claimed = _claimed(store)
+        claimed = claimed_generations(store)
         if is_superseded(self.generation, claimed):
             error = Superseded(where=store.url, generation=self.generation, newest=max(claimed))
             self.superseded = error.message
@@ -207,7 +207,7 @@ class RunClaim:
                 self._claim = replace(self._claim, count=self._claim.count + 1, step=self.step)
             with contextlib.suppress(StoreError):  # An unreachable destination is updated once it is back.
                 self._put(self._stores[-1])
-                claimed = _claimed(self._stores[-1])
+                claimed = claimed_generations(self._stores[-1])
                 if is_superseded(self.generation, claimed):
                     where = self._stores[-1].url
                     self.superseded = Superseded(
@@ -225,7 +225,7 @@ def claim_key(generation: int) -> str:
 
 
 def newest_claim(store: Store) -> Claim | None:
-    claimed = _claimed(store)
+    claimed = claimed_generations(store)
     if not claimed:
         return None
     key = claim_key(max(claimed))
@@ -237,7 +237,8 @@ def newest_claim(store: Store) -> Claim | None:
         raise RunMismatch(error.message, hint=error.hint) from None
 
 
-def _claimed(store: Store) -> list[int]:
+def claimed_generations(store: Store) -> list[int]:
+    """The starts of the run that a destination knows of."""
     names = [blob.key.removeprefix(CLAIMS).partition(".")[0] for blob in store.list(CLAIMS)]
     return [int(name) for name in names if name.isdecimal()]
 
@@ -245,14 +246,14 @@ def _claimed(store: Store) -> list[int]:
 def _newest_saved(store: Store) -> int:
     """The newest generation that has saved here; 0 where the claims can tell, which is everywhere but where somebody has
     deleted them."""
-    if _claimed(store):
+    if claimed_generations(store):
         return 0
     return max((entry.manifest.generation for entry in Catalog(store).list().entries), default=0)
 
 
 def _remove_old_claims(store: Store, newest: int) -> None:
     with contextlib.suppress(StoreError):
-        for generation in _claimed(store):
+        for generation in claimed_generations(store):
             if generation <= newest - CLAIMS_KEPT:
                 store.delete(claim_key(generation))
 

@@ -66,6 +66,8 @@ from strata.shared_memory import (
 log = logging.getLogger("strata.checkpoint")
 
 MARK_NAME = "mark.json"
+RECORD_NAME = "upload.json"
+"""Beside a mark: what the agent of the machine needs to upload the image when its process is dead (`strata.checkpoint.finishing`)."""
 OWNER_NAME = "owner"
 GENERATION_NAME = "generation"
 GRACE_S = 600.0
@@ -136,7 +138,12 @@ def release_mapped(job: str | None = None) -> None:
 class ImageBuffer:
     """One image: a file, its mapping, and the plan it is laid out for."""
 
-    def __init__(self, folder: Path, refuse: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, refuse: Callable[[], None] = lambda: None, *, record: bytes = b""
+    ) -> None:
+        self._record = record
+        """Lies beside the mark; empty where there is none."""
+        self._recorded: Path | None = None
         self.folder: Path | None = folder
         """None while the image is in anonymous memory: then it cannot be found again, and gets no mark."""
         self.path = folder / FILE_NAME
@@ -354,6 +361,7 @@ class ImageBuffer:
         """Make the image a checkpoint of the memory tier. Raises `Superseded` where a newer generation has started."""
         assert self.folder is not None
         self._refuse()
+        self.put_record()
         write_file(self.folder / MARK_NAME, manifest.encode(), durable=False)
         self.marked, self._marked_here = manifest, manifest.parts[0].digest.whole
         try:
@@ -361,6 +369,16 @@ class ImageBuffer:
         except Superseded:  # Just now.
             self.unmark()
             raise
+
+    def put_record(self) -> None:
+        """Before the mark: whoever finds that finds the record of the same process."""
+        if self.folder is None or self._recorded == self.folder:
+            return
+        if self._record:
+            write_file(self.folder / RECORD_NAME, self._record, durable=False)
+        else:
+            (self.folder / RECORD_NAME).unlink(missing_ok=True)  # Of another start of the run.
+        self._recorded = self.folder
 
     def unmark(self) -> None:
         self.marked = None
@@ -444,8 +462,9 @@ class Staging:
         budget_bytes: int | None = None,
         root: Path | None = None,
         launch: str = "",
+        record: bytes = b"",
     ) -> None:
-        """`launch` tells others how this process was started."""
+        """`launch` tells others how this process was started; `record` lies beside every snapshot."""
         if images < 1:
             raise ValueError(f"images ({images}) must be at least 1")
         self.job = job
@@ -459,6 +478,7 @@ class Staging:
         """The folders held, by their roots."""
         self._fence = Fence(job_folder(job, root=self._roots[0]))
         self._launch = launch
+        self._record = record
         self._buffers: list[ImageBuffer] = []
         self._changed = threading.Condition()
         self._is_open = False
@@ -471,9 +491,15 @@ class Staging:
                 return
             marked, root = self._adopt()
             folder = self._hold(root) if marked else self._hold_first()
-            self._buffers = [ImageBuffer(folder / str(n), self._fence.refuse) for n in range(self._images)]
+            self._buffers = [
+                ImageBuffer(folder / str(n), self._fence.refuse, record=self._record)
+                for n in range(self._images)
+            ]
             for buffer, number in zip(self._buffers, map(str, range(self._images)), strict=True):
                 buffer.marked = marked.get(number)
+                if buffer.marked is not None:
+                    with contextlib.suppress(OSError):
+                        buffer.put_record()
                 buffer.take_mapped(_kept_mapped.get(self.job, []))
             release_mapped(self.job)  # The others were taken over by somebody else, or removed.
             self._is_open = True
@@ -945,6 +971,20 @@ def read_snapshot(folder: Path) -> Snapshot | None:
         log.warning("ignored a memory image: %s", error)
         return None
     return Snapshot(manifest=manifest, path=folder / FILE_NAME)
+
+
+def left_images(*, root: Path | None = None) -> Iterator[tuple[Path, Snapshot, bytes]]:
+    """The complete images that dead processes of any job have left: of each the name of its job's folder, itself, and the record
+    beside it. Nothing is taken over."""
+    for each in memory_roots(root):
+        for job in _folders_in(images_folder(each)):
+            for folder in [
+                image for holder in _folders_in(job) if _is_left(holder) for image in _folders_in(holder)
+            ]:
+                with contextlib.suppress(OSError):
+                    record = (folder / RECORD_NAME).read_bytes()
+                    if (snapshot := read_snapshot(folder)) is not None:
+                        yield job, snapshot, record
 
 
 def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:

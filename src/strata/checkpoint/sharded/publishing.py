@@ -189,12 +189,10 @@ class ShardPublisher:
         """Write this rank's part, and return when the checkpoint exists. The payload is its image, or its part as it was written
         to a store before. `check` raises when nobody wants it any more. Raises `PeerFailed` where another rank has failed, and the
         store's errors."""
-        report = self._written.get(store.url)
-        if report is None:
+        if store.url not in self._written:
             clean_up_own_parts(Catalog(store))
-            report = self._copy(store, draft, payload) if is_part else self._write(store, draft, payload)
-            self._written[store.url] = report
-            self._board.post(self._key(store.url, self._plan.rank), report.encode())
+            self.write(store, draft, payload, is_part=is_part)
+        report = self._written[store.url]
         assert report.part is not None
         if self.is_first:
             entry = self._complete(store, draft, check, again, admit)
@@ -208,6 +206,12 @@ class ShardPublisher:
             entry = Entry(key=key_of(draft), manifest=replace(draft, parts=(report.part.part,)))
         forget(store, [report.part.key])
         return entry
+
+    def write(self, store: Store, draft: Manifest, payload: Image, *, is_part: bool = False) -> None:
+        """Write this rank's part and report it: the first half of `publish`, for those who write the parts of several ranks."""
+        report = self._copy(store, draft, payload) if is_part else self._write(store, draft, payload)
+        self._written[store.url] = report
+        self._board.post(self._key(store.url, self._plan.rank), report.encode())
 
     def digest(self, store: Store) -> Digest:
         """Of what this rank has written to a store."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
 
 from strata.cli.common import DEFAULT_API, Api, AsJson, get_facts, get_rows, print_json, print_table
+from strata.core.telemetry import histograms
+from strata.core.telemetry.histograms import MARK
 
 POINTS = 10_000
 RUNS_SHOWN = 20
@@ -33,7 +35,11 @@ def metrics(
         _list_runs(api, as_json=json)
         return
     found = get_facts(api, f"/api/runs/{quote(run, safe='')}/metrics", having="metrics")
-    wanted = [each for each in found["metrics"] if not names or each["name"] in names]
+    wanted = [
+        each
+        for each in found["metrics"]
+        if not names or each["name"] in names or each["name"].rpartition(MARK)[0] in names
+    ]
     if as_csv:
         _write_csv(api, found["run"], [each["name"] for each in wanted])
     elif json:
@@ -41,7 +47,7 @@ def metrics(
     else:
         rows = [
             (m["name"], _shown(m["last"]), m["last_step"], _shown(m["min"]), _shown(m["max"]), m["count"])
-            for m in wanted
+            for m in _in_one_row(wanted)
         ]
         columns = ("=METRIC", ">LAST", ">STEP", ">MIN", ">MAX", ">VALUES")
         print_table(columns, rows, empty="The run has logged no such metric.")
@@ -68,6 +74,23 @@ def _write_csv(api: str, run: str, names: list[str]) -> None:
             (name, *row)
             for row in zip(curve["steps"], curve["times"], curve["values"], low, high, strict=True)
         )
+
+
+def _in_one_row(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each histogram with its median, the least and the greatest of all its values."""
+    of_histograms, of_numbers = histograms.split([each["name"] for each in metrics])
+    part = {name: index for index, name in enumerate(histograms.PARTS)}
+    found = [
+        {
+            **metrics[parts[part["q50"]]],
+            "name": f"{name} (histogram)",
+            "min": metrics[parts[part["q0"]]]["min"],
+            "max": metrics[parts[part["q100"]]]["max"],
+        }
+        for name, parts in of_histograms.items()
+    ]
+    rows = [*(metrics[index] for index in of_numbers), *found]
+    return sorted(rows, key=lambda each: str(each["name"]))
 
 
 def _shown(value: float | None) -> str:

@@ -20,7 +20,9 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     Event,
+    HostDrainStarted,
     HostQuarantined,
+    HostUndrained,
     InvalidArgument,
     ValueSwapped,
 )
@@ -42,6 +44,8 @@ class AgentStream:
         self.host = host
         self.leave = ""
         """Why its agent is to leave."""
+        self.leave_by_s: float | None = None
+        """By the event loop's clock, where its machine goes then."""
         self.caller = caller
         self.said_goodbye = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,7 +54,12 @@ class AgentStream:
 
     def notify(self, notice: pb.PresenceNotice) -> None:
         if self.leave:
-            notice = pb.PresenceNotice(version=notice.version, lost=notice.lost, leave=self.leave)
+            within_s: float | None = None
+            if self.leave_by_s is not None:
+                within_s = max(0.0, self.leave_by_s - asyncio.get_running_loop().time())
+            notice = pb.PresenceNotice(
+                version=notice.version, lost=notice.lost, leave=self.leave, within_s=within_s
+            )
         self._notice = notice
         self._filled.set()
 
@@ -132,6 +141,8 @@ class Agents:
         stream = AgentStream(key, node, hello.host, caller)
         quarantined = cluster.quarantine.hosts.get(hello.host)
         stream.leave = quarantined.reason if quarantined is not None else ""
+        if (drain := cluster.drains.hosts.get(hello.host)) is not None and not stream.leave:
+            self._ask_to_leave(stream, drain.asked)
         meeting = self._meetings.get(key)
         if meeting is None:
             value = cluster.values.durable.get(key)
@@ -206,8 +217,10 @@ class Agents:
 
     def committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, HostQuarantined):
+            if isinstance(event, HostQuarantined | HostDrainStarted):
                 self._send_away(event)
+            elif isinstance(event, HostUndrained):
+                self._let_stay(event)
             elif isinstance(event, ValueSwapped) and event.key in self._meetings:
                 meeting = self._meetings[event.key]
                 meeting.version = event.version
@@ -215,10 +228,30 @@ class Agents:
                     pause_s = len(meeting.streams) / NOTICES_PER_S
                     meeting.flush = asyncio.get_running_loop().call_later(pause_s, meeting.notify_all)
 
-    def _send_away(self, event: HostQuarantined) -> None:
-        """Its machine is out of use: whoever takes part from there leaves."""
+    def _send_away(self, event: HostQuarantined | HostDrainStarted) -> None:
+        """Its machine is out of use, or goes: whoever takes part from there leaves."""
         for meeting in self._meetings.values():
             for stream in meeting.streams:
                 if stream.host == event.host:
-                    stream.leave = event.reason
+                    if isinstance(event, HostDrainStarted):
+                        self._ask_to_leave(stream, event)
+                    else:
+                        stream.leave, stream.leave_by_s = event.reason, None
                     stream.notify(meeting.notice())
+
+    def _ask_to_leave(self, stream: AgentStream, event: HostDrainStarted) -> None:
+        left_s = self._cluster.drains.left_s(event.host, self._engine.clock.now()) or 0.0
+        stream.leave = f"drained by {event.by}: {event.reason}"
+        stream.leave_by_s = asyncio.get_running_loop().time() + left_s
+
+    def _let_stay(self, event: HostUndrained) -> None:
+        """Those that leave already are not held up; one that has not heard of it stays."""
+        for meeting in self._meetings.values():
+            for stream in meeting.streams:
+                if stream.host == event.host and stream.leave_by_s is not None:
+                    stream.leave, stream.leave_by_s = "", None
+                    stream.notify(meeting.notice())
+
+    def count(self, host: str) -> int:
+        """How many agents of a machine take part in runs."""
+        return sum(stream.host == host for meeting in self._meetings.values() for stream in meeting.streams)

@@ -28,10 +28,12 @@ from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import checks
+from strata.core.fleet.health import why_unfit
 from strata.core.fleet.membership import Member
 from strata.core.messages import (
     DatasetAccepted,
     DatasetId,
+    DrainHost,
     InvalidArgument,
     JobId,
     Overloaded,
@@ -301,10 +303,11 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def NotifyCheckpoint(
         self, request: pb.NotifyCheckpointRequest, context: Context, caller: Principal
     ) -> pb.CheckpointAck:
-        self._check_worker(request.worker_id, request.incarnation, caller)
-        if request.job_id:
-            caller.require_job(JobId(request.job_id))
         command = wire.notify_checkpoint(request)
+        if not command.is_by_agent:
+            self._check_worker(request.worker_id, request.incarnation, caller)
+        if request.job_id or command.is_by_agent:
+            caller.require_job(JobId(request.job_id))
         await self.engine.submit(command, client=caller.client)
         return pb.CheckpointAck(
             acknowledged=True,
@@ -394,8 +397,62 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def AdmitHost(
         self, request: pb.AdmitHostRequest, context: Context, caller: Principal
     ) -> pb.AdmitHostResponse:
-        (await self.engine.settled()).quarantine.admit(request.host)
+        cluster = await self.engine.settled()
+        cluster.quarantine.admit(request.host)
+        cluster.drains.admit(request.host)
         return pb.AdmitHostResponse(admitted=True)
+
+    @_call
+    async def AnnounceDrain(
+        self, request: pb.AnnounceDrainRequest, context: Context, caller: Principal
+    ) -> pb.AnnounceDrainResponse:
+        await self._speaks_for(request.host, caller)
+        command = DrainHost(
+            host=request.host,
+            within_s=request.within_s,
+            reason=request.reason,
+            by=request.source,
+            agents=self._agents.count(request.host),
+        )
+        await self.engine.submit(command, client=caller.client)
+        left_s = (await self.engine.settled()).drains.left_s(request.host, self.engine.clock.now())
+        return pb.AnnounceDrainResponse(within_s=request.within_s if left_s is None else left_s)
+
+    @_call
+    async def ReportHandover(
+        self, request: pb.ReportHandoverRequest, context: Context, caller: Principal
+    ) -> pb.ReportHandoverResponse:
+        if request.job_id:
+            caller.require_job(JobId(request.job_id))
+        await self._speaks_for(request.host, caller)
+        await self.engine.submit(wire.report_handover(request, bound=caller.job), client=caller.client)
+        return pb.ReportHandoverResponse(acknowledged=True)
+
+    @_call
+    async def ReportHealth(
+        self, request: pb.ReportHealthRequest, context: Context, caller: Principal
+    ) -> pb.ReportHealthResponse:
+        command = wire.report_health(request)
+        if caller.job is not None:
+            # Before it joins, no worker of the job is there yet. What such a caller says counts for nobody's median, and takes no
+            # machine out of use: it says of itself what it is to do.
+            examined = (await self.engine.settled()).health.decide_report(command, self.engine.clock.now())
+            return pb.ReportHealthResponse(unfit=why_unfit(examined))
+        await self.engine.submit(command, client=caller.client)
+        known = (await self.engine.settled()).health.hosts.get(request.host)
+        return pb.ReportHealthResponse(unfit=why_unfit(known) if known is not None else "")
+
+    async def _speaks_for(self, host: str, caller: Principal) -> None:
+        """Whoever speaks for one job says nothing about machines that this job is not on."""
+        if caller.job is None:
+            return
+        members = (await self.engine.settled()).membership.members.values()
+        if not any(each.spec.hostname == host for each in members if each.spec.job_id == caller.job):
+            raise Forbidden(
+                f"The job '{caller.job}' has no worker on the machine '{host}'.",
+                status=403,
+                hint="An agent speaks for its own machine, once its workers have registered.",
+            )
 
     # --- values ---------------------------------------------------------------------------------------------
 

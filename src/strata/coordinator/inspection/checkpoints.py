@@ -29,6 +29,9 @@ SEE_HINT = (
 )
 
 
+KNOWN_KEPT = 1_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageView:
     path: str
@@ -56,6 +59,8 @@ class Verifications:
         self._processes = processes
         self._rules = rules or ReadRules()
         self._started: dict[tuple[CheckpointId, ReadScope], asyncio.Task[VerificationView]] = {}
+        self.known: dict[str, bool] = {}
+        """Of the checkpoints that were verified since the coordinator has started, the newest: whether they were intact."""
 
     async def verify(
         self, cluster: Cluster, checkpoint_id: CheckpointId, caller: Principal
@@ -82,7 +87,12 @@ class Verifications:
                 reason="verification in progress; ask again for the outcome",
             )
         self._started.pop((checkpoint_id, scope), None)
-        return work.result()
+        found = work.result()
+        self.known.pop(checkpoint_id, None)
+        self.known[checkpoint_id] = found.status == "whole"
+        if len(self.known) > KNOWN_KEPT:
+            del self.known[next(iter(self.known))]
+        return found
 
     def _start(self, record: CheckpointRecord, scope: ReadScope) -> asyncio.Task[VerificationView]:
         self._started = {key: work for key, work in self._started.items() if not work.done()}

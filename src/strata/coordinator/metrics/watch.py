@@ -27,10 +27,10 @@ from strata.coordinator.metrics.history import History
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core import views
 from strata.core.event_text import describe
+from strata.core.faults.incident_lines import IncidentLine, IncidentLines
 from strata.core.messages import (
     DEFAULT_JOB,
     Event,
-    IncidentReported,
     JobId,
     Report,
     ReportSlow,
@@ -97,6 +97,7 @@ class Watch:
         self._publish = publish
         self._fleet_metrics = fleet_metrics
         self._stragglers = Stragglers()
+        self._incident_lines = IncidentLines()
         self._next_look_mono_s = 0.0
         self._next_keep_mono_s = 0.0
         self._due_mono_s: float | None = None
@@ -107,6 +108,7 @@ class Watch:
         now_mono_s, now_s = time.monotonic(), time.time()
         self.loop_lag_s = max(0.0, now_mono_s - self._due_mono_s) if self._due_mono_s is not None else 0.0
         self._due_mono_s = now_mono_s + every_s
+        self._log_incidents(self._incident_lines.due(now_s=now_mono_s))
         if now_mono_s >= self._next_look_mono_s:
             self._look()
             self._next_look_mono_s = now_mono_s + REST * (time.monotonic() - now_mono_s)
@@ -218,17 +220,18 @@ class Watch:
 
     def committed(self, events: Sequence[Event]) -> None:
         """A failure is a line in the log too, however soon it is recovered from: a search for the rank finds it."""
-        for event in events:
-            if not isinstance(event, IncidentReported) or event.subject != "run":
-                continue
-            severity, text = describe(event)
+        self._log_incidents(self._incident_lines.committed(events, now_s=time.monotonic()))
+
+    def _log_incidents(self, lines: Sequence[IncidentLine]) -> None:
+        for level, event in lines:
             rank = event.first.rank if event.first is not None else None
             extra = {
                 "worker_id": f"{event.job_id}-rank{rank}" if rank is not None else None,
                 # As lines of its workers have it: what is asked for of a job holds both.
                 "task_id": event.job_id if event.job_id != DEFAULT_JOB else None,
             }
-            log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text, extra=extra)
+            severity = logging.ERROR if level == "error" else logging.WARNING
+            log.log(severity, "%s", describe(event).text, extra=extra)
 
     # --- the coordinator itself -----------------------------------------------------------------------------
 

@@ -270,6 +270,11 @@ def classify(failure: Failure | None) -> FailureClass:
     return rule_of(failure).failure_class if failure is not None else "unknown"
 
 
+def is_corrupting(failure: Failure) -> bool:
+    """Whether its copy of the state changed by itself again and again, as the other ranks have seen."""
+    return _raised("ReplicaDamaged")(failure)
+
+
 def first_failing(failures: Sequence[Failure]) -> Failure | None:
     """Who failed first by itself; where nobody did, who was hit first.
 

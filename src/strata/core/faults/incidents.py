@@ -195,7 +195,7 @@ class Incidents:
         before = incident.reported
         ended = {(failure.host, failure.pid) for failure in fresh}
         # Who saw a process end says more than who only lost it.
-        kept = [one for one in before.failures if not (_is_lost(one) and (one.host, one.pid) in ended)]
+        kept = [one for one in before.failures if not (is_lost(one) and (one.host, one.pid) in ended)]
         opened = self._opened(
             before.job_id,
             [*kept, *fresh],
@@ -204,7 +204,7 @@ class Incidents:
             number=before.incident_id,
         )
         stops = "stop" in (before.decision, command.decision)
-        nobody_said = not before.decision or all(map(_is_lost, before.failures))
+        nobody_said = not before.decision or all(map(is_lost, before.failures))
         said = command if command.decision == "stop" or nobody_said else before
         opened = replace(opened, decision="stop" if stops else said.decision, reason=said.reason or UNSAID)
         if command.decision == "stop" and incident.is_open:
@@ -437,7 +437,7 @@ class Incidents:
                 for incident in reversed(self.records.values())
                 if incident.reported.job_id == job
                 and incident.is_about_run
-                and any(_is_lost(one) and (one.host, one.pid) in ended for one in incident.reported.failures)
+                and any(is_lost(one) and (one.host, one.pid) in ended for one in incident.reported.failures)
             ),
             None,
         )
@@ -449,7 +449,7 @@ class Incidents:
             for incident in self.records.values()
             if incident.reported.job_id == job and incident.is_about_run
             for failure in incident.reported.failures
-            if failure.pid and not failure.left and not (seen and _is_lost(failure))
+            if failure.pid and not failure.left and not (seen and is_lost(failure))
         }
 
     def _opened(
@@ -580,7 +580,7 @@ def local_incident(
     return view(incident)
 
 
-def _is_lost(failure: Failure) -> bool:
+def is_lost(failure: Failure) -> bool:
     """Whether it is known only that its connection ended."""
     return failure.exit_code is None and bool(failure.lost) and bool(failure.pid)
 

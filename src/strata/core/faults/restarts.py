@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from strata.core.faults.failures import SIGKILL, Failure, FailureClass, classify
+from strata.core.faults.failures import SIGKILL, Failure, FailureClass, classify, is_corrupting
 from strata.core.text import counted
 
 QUICK_S = 60.0
@@ -98,9 +98,20 @@ class Restarts:
     _restarted_s: deque[float] = field(default_factory=deque)
 
     def failed(
-        self, first: Failure | None, *, lasted_s: float, now_s: float, others_continue: bool = False
+        self,
+        first: Failure | None,
+        *,
+        lasted_s: float,
+        now_s: float,
+        others_continue: bool = False,
+        can_quarantine: bool = False,
     ) -> Verdict:
-        """An attempt has failed; `first` is the worker to blame, None where nobody knows. `now_s` is monotonic."""
+        """An attempt has failed; `first` is the worker to blame, None where nobody knows. `now_s` is monotonic. `can_quarantine`:
+        there is a coordinator that keeps machines out of use."""
+        if can_quarantine and self.policy.gpu == "continue" and first is not None and is_corrupting(first):
+            # Others have checked it: no run is right there, and none is told that it is wrong.
+            reason = f"a machine that changes what it holds is taken out of use: {_said(first)}"
+            return Verdict(decision="restart", reason=reason, quarantine=True)
         if first is not None and classify(first) == "gpu" and self.policy.gpu == "quarantine":
             reason = f"the policy of this run takes a machine out of use whose GPU has failed: {_said(first)}"
             return Verdict(decision="restart", reason=reason, quarantine=True)

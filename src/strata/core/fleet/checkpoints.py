@@ -175,7 +175,7 @@ class Checkpoints:
             parent_id=command.parent_id,
             data_json=command.data_json,
             metadata=dict(command.metadata),
-            reason=_saved_to(tiers),
+            reason=command.reason if command.is_by_agent and command.reason else _saved_to(tiers),
             at_s=now.wall_s,
             run_id=command.run_id,
             generation=_generation(command),

@@ -33,6 +33,10 @@ class RunRegistry:
                 hint="Stop this process: the run continues elsewhere.",
             )
 
+    def knows(self, job: JobId, run_id: str) -> bool:
+        """Whether a generation of the run has shown itself in this job."""
+        return bool(run_id) and (job, run_id) in self._generations
+
     def are_others_in(self, job: JobId, run_id: str) -> bool:
         """Whether present members of the job belong to another run."""
         return bool(self._members.get(job, {}).keys() - {run_id})

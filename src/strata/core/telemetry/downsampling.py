@@ -132,8 +132,9 @@ def cover(first: int, stop: int, level: int) -> list[Piece]:
 
 
 def level_for(values: int, points: int) -> int:
-    """The highest level that has at least so many buckets for so many values."""
+    """The highest level that has at least half as many buckets for so many values: fewer than asked for are soon read, and the
+    next level down has sixteen times as many."""
     level = 0
-    while level < TOP and values // FACTOR ** (level + 1) >= points:
+    while level < TOP and values // FACTOR ** (level + 1) * 2 >= points:
         level += 1
     return level

@@ -76,6 +76,14 @@ class StreamLoader(ElasticLoader):
                 "another world.",
                 hint="Give the whole dataset: each rank takes its part of every global batch.",
             )
+        if not replay and _has_unsaved_buffer(dataset):
+            raise DataError(
+                f"{type(dataset).__name__} shuffles in a buffer that its state_dict leaves out: what is in the buffer when a "
+                "checkpoint is taken would never be trained after a restart.",
+                hint="Shuffle without a buffer (a map-style dataset: Dataset.shuffle, or its files with data=), or, with a seed "
+                "given to shuffle(), strata.data.StreamLoader(dataset, global_batch_size=..., replay=True), which reads the epoch "
+                "again up to the position.",
+            )
         self._stream: Any = dataset
         self._is_replayed = replay
         self._explicit = commit == "explicit"
@@ -290,6 +298,21 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 def _as_it_is(piece: Any) -> Any:
     return piece
+
+
+def _has_unsaved_buffer(dataset: object) -> bool:
+    """Whether a dataset of Hugging Face `datasets` holds back samples that its state knows nothing of."""
+    steps, seen = [getattr(dataset, "_ex_iterable", None)], set[int]()
+    while steps:
+        step = steps.pop()
+        if step is None or id(step) in seen:
+            continue
+        seen.add(id(step))
+        if type(step).__name__.startswith("BufferShuffled") and getattr(step, "buffer_size", 2) > 1:
+            return True
+        steps.append(getattr(step, "ex_iterable", None))
+        steps += getattr(step, "ex_iterables", None) or []
+    return False
 
 
 def _length_of(dataset: Any, given: int | None) -> int | None:

@@ -24,12 +24,28 @@ OnBad = Literal["raise", "skip"]
 T = TypeVar("T")
 
 
+class Unfinished(Protocol):
+    """Where an index that takes long is kept while it is built, so that an interrupted build continues."""
+
+    @property
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        """What an interrupted build has kept; empty where there was none."""
+        ...
+
+    def is_due(self) -> bool:
+        """Whether it is worth keeping what there is by now."""
+        ...
+
+    def keep(self, arrays: Mapping[str, NDArray[Any]]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     on_bad: OnBad = "raise"
     """A bad record is an error where it is read, or is skipped and counted."""
     max_record_bytes: int = 64 * 2**20
     """A longer line or record is bad: it is rather a file that is not what it says than a sample."""
+    unfinished: Unfinished | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.data.errors import DataError
-from strata.data.readers.base import FileIndex, ReadOptions, Row, group_rows
+from strata.data.readers.base import FileIndex, ReadOptions, Row, Unfinished, group_rows
 from strata.data.streaming.sources import Source, chunks, refuse_compressed
 
 BLOCK_ROWS = 32
@@ -33,7 +33,7 @@ Parse = Callable[[bytes], Any]
 def scan(source: Source, options: ReadOptions, *, quoted: bool = False) -> FileIndex:
     """Find the records. With `quoted`, a newline between double quotes is part of its record."""
     refuse_compressed(source)
-    starts, lengths = _records(source, quoted=quoted)
+    starts, lengths = _records(source, quoted=quoted, unfinished=options.unfinished)
     too_long = lengths > options.max_record_bytes
     bad = np.stack([starts, starts + lengths], axis=1)[too_long]
     if len(bad) and options.on_bad == "raise":
@@ -46,12 +46,22 @@ def scan(source: Source, options: ReadOptions, *, quoted: bool = False) -> FileI
     return _blocks(starts, bad)
 
 
-def _records(source: Source, *, quoted: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _records(
+    source: Source, *, quoted: bool, unfinished: Unfinished | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and length of every record that is not blank."""
-    line_start = data_start(source)
+    line_start = at = data_start(source)
     has_content, quotes = False, 0  # Of the line that a chunk ends in: it continues in the next.
     starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for offset, chunk in chunks(source, line_start):
+    if unfinished is not None and "lines_at" in unfinished.arrays:
+        at, line_start, content, quotes = unfinished.arrays["lines_at"].tolist()
+        has_content = bool(content)
+        starts, lengths = [unfinished.arrays["line_starts"]], [unfinished.arrays["line_lengths"]]
+    for offset, chunk in chunks(source, at):
+        if unfinished is not None and unfinished.is_due():  # What was found before this chunk.
+            starts, lengths = [np.concatenate(starts)], [np.concatenate(lengths)]
+            here = np.array([offset, line_start, has_content, quotes], np.int64)
+            unfinished.keep({"lines_at": here, "line_starts": starts[0], "line_lengths": lengths[0]})
         ends, quotes = _line_ends(chunk, quotes if quoted else None)
         if len(ends):
             first = bool(has_content or _visible(chunk[: ends[0]]))

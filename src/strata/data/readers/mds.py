@@ -12,6 +12,7 @@ reading them would run whatever they hold.
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import json
 import zlib
@@ -50,7 +51,15 @@ _SHAPE_TYPES = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MdsFormat:
     name: str = "mds"
-    suffixes: tuple[str, ...] = (".mds", ".mds.zstd", ".mds.zst", ".mds.gz")
+    suffixes: tuple[str, ...] = (
+        ".mds",
+        ".mds.zstd",
+        ".mds.zst",
+        ".mds.gz",
+        ".mds.br",
+        ".mds.bz2",
+        ".mds.snappy",
+    )
 
     def index(self, source: Source, options: ReadOptions) -> FileIndex:
         raise AssertionError("shards are described by index.json: see `listed`")
@@ -190,11 +199,19 @@ class _Shard:
                     raw = pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()
                 case "gz":
                     raw = zlib.decompress(data, 31)
+                case "bz2":
+                    raw = bz2.decompress(data)
+                case "br":
+                    pa = arrow("MDS shards compressed with brotli")
+                    raw = pa.CompressedInputStream(pa.BufferReader(data), "brotli").read()
+                case "snappy":
+                    pa = arrow("MDS shards compressed with snappy")
+                    raw = pa.decompress(data, self.about["raw_bytes"], codec="snappy", asbytes=True)
                 case _:
                     raise DataError.at(
                         self.source.path,
                         f"the compression '{kind}' of MDS shards is not known here",
-                        hint="Known are zstd and gz: write the dataset with one of them.",
+                        hint="Known are zstd, gz, br, bz2 and snappy: write the dataset with one of them.",
                     )
         except (OSError, ValueError, zlib.error) as error:
             raise DataError.at(self.source.path, f"the compressed shard is damaged ({error})") from error

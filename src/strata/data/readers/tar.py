@@ -37,10 +37,28 @@ class TarFormat:
         suffixes: list[str] = []
         places: list[tuple[int, int]] = []
         bad = 0
+        at = 0
+        unfinished = options.unfinished
+        if unfinished is not None and "tar_at" in unfinished.arrays:
+            kept = unfinished.arrays
+            at, first = int(kept["tar_at"]), kept["tar_first"].tolist()
+            places = [(offset, size) for offset, size in kept["tar_places"].tolist()]
+            keys, suffixes = _unpacked(kept["tar_keys"]), _unpacked(kept["tar_suffixes"])
         try:
             file = RangeFile(source.read, source.size_bytes)
+            file.seek(at)
             with tarfile.open(fileobj=io.BufferedReader(file, _BUFFER_BYTES), mode="r:") as archive:
                 for member in archive:
+                    if unfinished is not None and unfinished.is_due():
+                        unfinished.keep(
+                            {
+                                "tar_at": np.array(member.offset),
+                                "tar_first": np.array(first, np.int64),
+                                "tar_places": np.array(places, np.int64).reshape(-1, 2),
+                                "tar_keys": _packed(keys),
+                                "tar_suffixes": _packed(suffixes),
+                            }
+                        )
                     archive.members = []  # type: ignore[attr-defined]  # tarfile would keep every header in memory.
                     folder, _, name = member.name.rpartition("/")
                     if not member.isreg() or name.startswith("."):

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,7 +76,17 @@ class _Decoder(Protocol):
 class DecompressedSource:
     """What a compressed file holds."""
 
-    def __init__(self, packed: Source, arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        packed: Source,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        unfinished: Mapping[str, NDArray[Any]] | None = None,
+        extended: Callable[[], None] | None = None,
+    ) -> None:
+        """`arrays` as they were learned; or, of a first reading that was interrupted, what `unfinished` gave. `extended` is
+        called now and then while the whole file is decoded only to learn how much it holds."""
+        self._extended = extended
         self.path = packed.path
         self._packed = packed
         self._is_zstd = packed.read(0, 4) == b"\x28\xb5\x2f\xfd"
@@ -90,11 +100,20 @@ class DecompressedSource:
         if arrays is not None:
             self._spans = _spans_from(arrays)
             self._is_complete = True
+        self._next: Entry | None = None
+        """Where decoding continues, if it may start just there."""
+        if unfinished and "span_next" in unfinished:
+            self._spans = _spans_from(unfinished)
+            at, out, bits = unfinished["span_next"].tolist()
+            if at >= 0:
+                self._next = Entry(at=at, out=out, bits=bits, window=unfinished["span_next_window"].tobytes())
 
     @property
     def size_bytes(self) -> int:
         while not self._is_complete:
             self._extend()
+            if self._extended is not None:
+                self._extended()
         return self._spans[-1].stop if self._spans else 0
 
     def read(self, offset: int, length: int) -> bytes:
@@ -124,14 +143,29 @@ class DecompressedSource:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What was learned, to be kept with the index."""
-        entries = list({id(s.entry): s.entry for s in self._spans}.values())
-        numbers = {id(entry): number for number, entry in enumerate(entries)}
-        windows = [zlib.compress(entry.window, 1) if entry.window else b"" for entry in entries]
-        if self._is_zstd and len(entries) == 1 and self.size_bytes > _SLOW_BYTES:
+        learned = self._learned()
+        if self._is_zstd and len(learned["span_entries"]) == 1 and self.size_bytes > _SLOW_BYTES:
             log.warning(
                 "%s is one zstd frame: reading it in a shuffled order is slow. Compress it in frames (pzstd), or decompress it.",
                 self.path,
             )
+        return learned
+
+    def unfinished(self) -> dict[str, NDArray[Any]]:
+        """What was learned so far, and where decoding continues."""
+        stop = self._spans[-1].stop if self._spans else 0
+        here = self._live[0].entry(stop) if self._live is not None and self._live[1] == stop else None
+        place = (here.at, here.out, here.bits) if here is not None else (-1, stop, -1)
+        return {
+            **self._learned(),
+            "span_next": np.array(place, np.int64),
+            "span_next_window": np.frombuffer(here.window if here is not None else b"", np.uint8),
+        }
+
+    def _learned(self) -> dict[str, NDArray[Any]]:
+        entries = list({id(s.entry): s.entry for s in self._spans}.values())
+        numbers = {id(entry): number for number, entry in enumerate(entries)}
+        windows = [zlib.compress(entry.window, 1) if entry.window else b"" for entry in entries]
         return {
             "span_bounds": np.array([(s.start, s.stop, numbers[id(s.entry)]) for s in self._spans]).reshape(
                 -1, 3
@@ -196,7 +230,9 @@ class DecompressedSource:
 
     def _decoder_at(self, out: int, entry: Entry | None) -> _Decoder:
         """A decoder that stands at a place of the output."""
-        if self._live is not None and self._live[1] == out:
+        if entry is None and self._next is not None and self._next.out == out:
+            entry = self._next  # A decoder that was stopped just here would not know that it may start here.
+        elif self._live is not None and self._live[1] == out:
             decoder, self._live = self._live[0], None
             return decoder
         if entry is None:
@@ -276,6 +312,7 @@ class _Gzip:
 
     def __init__(self, packed: Source, entry: Entry) -> None:
         self._packed = packed
+        self._unread: Entry | None = entry  # Until something is read: zlib does not tell of its bits before.
         self._at = entry.at  # Of the input that was handed to zlib, the end.
         self._library = _zlib(packed.path)
         self._stream = _ZStream()
@@ -283,7 +320,7 @@ class _Gzip:
         self._window = bytearray(entry.window)
         self._is_raw = entry.bits >= 0
         self._is_at_member, self._is_at_block = not self._is_raw, self._is_raw
-        self._is_over = False
+        self._is_over = not self._is_raw and entry.at >= packed.size_bytes
         self._check(
             self._library.inflateInit2_(
                 ctypes.byref(self._stream),
@@ -315,6 +352,8 @@ class _Gzip:
             raise ValueError(f"zlib answered {code}")
 
     def entry(self, out: int) -> Entry | None:
+        if self._unread is not None:
+            return self._unread
         at = self._at - self._stream.avail_in
         if self._is_at_member:
             return Entry(at=at, out=out)
@@ -323,6 +362,7 @@ class _Gzip:
         return None
 
     def read(self, least: int, most: int) -> bytes:
+        self._unread = None
         found = bytearray()
         buffer = ctypes.create_string_buffer(min(most, SPAN_BYTES))
         while len(found) < most and not self._is_over:

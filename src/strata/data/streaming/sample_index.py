@@ -4,7 +4,7 @@
     dataset = ElasticDataset("s3://bucket/train.samples")
 
 Tars, lines and compressed files say nowhere how many samples they hold, so somebody has to read them once. `discover` does so file
-by file, and keeps each file's index in the cache as soon as it is there: interrupted, it continues where it was. `save`
+by file, and keeps each file's index in the cache, also while it is built: killed, it continues in the middle of the file. `save`
 puts all of them into one file, beside the data or anywhere; whoever opens that reads nothing else before the first sample. It
 names the version of each object: a dataset that was changed since is refused where it was.
 """

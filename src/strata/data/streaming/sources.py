@@ -31,6 +31,7 @@ BLOCK_BYTES = 4 * 2**20
 READ_AHEAD_BLOCKS = 6
 FETCH_THREADS = 6
 MOST_UNDER_WAY = 32
+_PEEK_BYTES = 64
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -258,16 +259,17 @@ _fetching = _Fetching()
 class WatchedSource:
     """A source that tells how far it was read."""
 
-    def __init__(self, source: Source, seen: Callable[[int], None]) -> None:
+    def __init__(self, source: Source, seen: Callable[[int], None], *, seen_bytes: int = 0) -> None:
         self.path = source.path
         self.size_bytes = source.size_bytes
         self._source = source
         self._seen = seen
-        self.seen_bytes = 0
+        self.seen_bytes = seen_bytes
 
     def read(self, offset: int, length: int) -> bytes:
         data = self._source.read(offset, length)
-        if offset + len(data) > self.seen_bytes and offset <= self.seen_bytes + CHUNK_BYTES:
+        is_peek = length <= _PEEK_BYTES  # At a header ahead.
+        if not is_peek and offset + len(data) > self.seen_bytes and offset <= self.seen_bytes + CHUNK_BYTES:
             new, self.seen_bytes = offset + len(data) - self.seen_bytes, offset + len(data)
             self._seen(new)
         return data

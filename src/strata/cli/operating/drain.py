@@ -1,0 +1,124 @@
+"""`strata drain`: a machine is to go; its runs save and continue without it before that."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from strata.cli.common import (
+    DEFAULT_API,
+    Api,
+    AsJson,
+    ago,
+    console,
+    delete,
+    duration,
+    get_rows,
+    post_facts,
+    print_json,
+    print_table,
+)
+from strata.core.text import counted
+from strata.errors import StrataError
+
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+POLL_S = 0.2
+SETTLE_S = 60.0
+"""How long after a machine has gone those who continue may take to say what was lost."""
+
+
+class NoDuration(StrataError):
+    code = "invalid_argument"
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `2m` or `1h`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
+    if found is None or found[2] not in UNITS_S:
+        raise NoDuration(f"'{text}' is no duration.", hint="Write 90s, 2m or 1h.")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def drain(
+    node: Annotated[
+        str | None,
+        typer.Argument(metavar="NODE", help="Host name, as `strata workers` shows it; none lists all."),
+    ] = None,
+    within: Annotated[str, typer.Option(help="When the machine may be gone: 90s, 2m, 1h.")] = "120s",
+    reason: Annotated[str, typer.Option(help="Why, for whoever wants to use it.")] = "",
+    cancel: Annotated[
+        bool,
+        typer.Option("--cancel", help="Let the machine be used again. Its agents are to be started anew."),
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="Return when the machine may go, and say what was lost.")] = True,
+    api: Api = DEFAULT_API,
+    json: AsJson = False,
+) -> None:
+    """Let a machine go: its runs save, hand over to a spare machine or shrink, and none of its agents is let in again."""
+    if node is None:
+        _list(api, json=json)
+        return
+    if cancel:
+        delete(api, f"/api/drains/{quote(node, safe='')}")
+        console.print(f"{node} may be used again.", markup=False, soft_wrap=True)
+        return
+    within_s = seconds(within)
+    body = {"host": node, "within_s": within_s, "reason": reason}
+    known = post_facts(api, "/api/drains", body, having="host")
+    if wait:
+        known = _wait(api, known)
+    if json:
+        print_json(known)
+        return
+    _print(known)
+
+
+def _wait(api: str, known: dict[str, Any]) -> dict[str, Any]:
+    until_s = time.monotonic() + max(0.0, known["deadline"] - time.time()) + SETTLE_S
+    while not _is_settled(known) and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+        known = next((one for one in get_rows(api, "/api/drains") if one["host"] == known["host"]), known)
+    return known
+
+
+def _is_settled(known: dict[str, Any]) -> bool:
+    """It has gone, and what its runs have lost is known."""
+    if known["state"] != "drained":
+        return False
+    lost = [one["lost_steps"] for one in known["handovers"]]
+    return None not in lost and bool(lost or not known["agents"])
+
+
+def _print(known: dict[str, Any]) -> None:
+    left_s = max(0.0, known["deadline"] - time.time())
+    what = known["outcome"] if known["state"] == "drained" else f"it may go in {duration(left_s)}"
+    lines = [f"{known['host']} is {known['state']}: {what}"]
+    lines += [f"  {one['run']}: {one['reason']}" for one in known["handovers"]]
+    if known["state"] == "drained" and not _is_settled(known):
+        lines.append(
+            "  What its runs have lost is not known yet. Look again with: strata drain; strata recoveries"
+        )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _list(api: str, *, json: bool) -> None:
+    found = get_rows(api, "/api/drains")
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (one["host"], one["state"], ago(one["since"]), one["by"], one["reason"], _lost(one)) for one in found
+    ]
+    print_table(("=NODE", "STATE", "SINCE", "BY", "REASON", "LOST"), rows, empty="No machine is drained.")
+
+
+def _lost(known: dict[str, Any]) -> str:
+    lost = [one["lost_steps"] for one in known["handovers"]]
+    if not lost:
+        return "-"
+    return "not known yet" if None in lost else counted(sum(lost), "step")

@@ -1,0 +1,68 @@
+"""Machines that go, over HTTP: which they are and what became of their runs, asking one to go, and letting it be used again; and what
+machines have measured of themselves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from strata.coordinator.http.dependencies import NOT_FOUND, ThePrincipal, TheRuntime
+from strata.coordinator.http.middleware import json_response
+from strata.core import checks
+from strata.core.fleet.drains import MAX_WITHIN_S, REASON_LIMIT, DrainView
+from strata.core.fleet.health import HealthView
+from strata.core.messages import CancelDrain, DrainHost
+
+router = APIRouter(prefix="/api", tags=["fleet"])
+
+HostInPath = Annotated[str, Path(max_length=checks.NAME_LIMIT)]
+
+
+class DrainBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    host: str = Field(
+        min_length=1, max_length=checks.NAME_LIMIT, description="As its workers show it", examples=["node-7"]
+    )
+    within_s: float = Field(
+        ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be gone", examples=[90]
+    )
+    reason: str = Field(default="", max_length=REASON_LIMIT, examples=["maintenance of rack 4"])
+
+
+@router.get("/drains", response_model=list[DrainView])
+async def drains(runtime: TheRuntime) -> Response:
+    """Machines that go or have gone, and what became of the runs on them, in the order in which they were asked to go."""
+    return json_response((await runtime.engine.settled()).drains.shown())
+
+
+@router.post("/drains", status_code=201, response_model=DrainView)
+async def drain(runtime: TheRuntime, principal: ThePrincipal, body: DrainBody) -> Response:
+    """Ask a machine to go: its agents save, hand over and leave before the deadline, and are refused. Of two deadlines the
+    earlier one counts."""
+    command = DrainHost(
+        host=body.host,
+        within_s=body.within_s,
+        reason=body.reason,
+        by=principal.name,
+        agents=runtime.agents.count(body.host),
+    )
+    await runtime.engine.submit(command, client=principal.client)
+    shown = (await runtime.engine.settled()).drains.shown()
+    return json_response(next(one for one in shown if one.host == body.host), status=201)
+
+
+@router.delete("/drains/{host}", status_code=204, responses=NOT_FOUND)
+async def cancel(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath) -> Response:
+    """Let a machine be used again: start its agents anew. Those that are leaving already are not held up."""
+    await runtime.engine.submit(CancelDrain(host=host, by=principal.name), client=principal.client)
+    return Response(status_code=204)
+
+
+@router.get("/machines", response_model=list[HealthView])
+async def machines(runtime: TheRuntime) -> Response:
+    """What each machine has measured of itself before its agent joined, or after a failure; the newest of each."""
+    return json_response((await runtime.engine.settled()).health.shown())

@@ -56,6 +56,11 @@ def images_folder(root: Path | None = None) -> Path:
     return _own_folder(memory_root(root), f"strata-images-{os.getuid()}")
 
 
+def peers_folder(root: Path | None = None) -> Path:
+    """Holds a folder for each agent that keeps copies of other machines' images (`strata.checkpoint.peers`)."""
+    return _own_folder(memory_root(root), f"strata-peers-{os.getuid()}")
+
+
 def folder_name(job: str) -> str:
     """What an elastic job's folders are called, whatever characters its own name has."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in job)

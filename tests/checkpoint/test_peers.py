@@ -1,4 +1,4 @@
-"""Copies of images in other machines' memory: real keepers, real sockets, and everything that may go wrong between them."""
+"""Copies of images in other machines' memory: real agents, real sockets, and everything that may go wrong between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from strata.checkpoint.copying.staging import find_snapshots, read_snapshot
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.manager import Author, CheckpointManager, Memory
 from strata.checkpoint.peers import sending, wire
-from strata.checkpoint.peers.keeper import Keeper
 from strata.checkpoint.peers.link import HeldCopy, PeerLink
+from strata.checkpoint.peers.memory import PeerMemory
 from strata.checkpoint.peers.wire import PeerError
 from strata.core.jobs.lineage import Lineage
 from strata.core.jobs.peers import Peer
@@ -60,13 +60,13 @@ class Meeting:
 
 
 class Machine:
-    """An agent's keeper, and one worker that saves images on the same machine."""
+    """An agent's peer_memory, and one worker that saves images on the same machine."""
 
     def __init__(self, root: Path, meeting: Meeting, number: int) -> None:
         self.root = root
-        self.keeper = Keeper(meeting, run=RUN, name=f"agent-{number}", root=root)
-        self.keeper.open()
-        self.link = PeerLink(str(self.keeper.socket_path))
+        self.peer_memory = PeerMemory(meeting, run=RUN, name=f"agent-{number}", root=root)
+        self.peer_memory.open()
+        self.link = PeerLink(str(self.peer_memory.socket_path))
         self.lineage = Lineage(run=RUN, generation=1)
         self.manager = CheckpointManager(
             [],
@@ -83,7 +83,7 @@ class Machine:
             slot=f"slot-{self.number}",
             folder=Path(path).parent,
             checkpoint_id=manifest.checkpoint_id,
-            holders=(self.keeper.machine,),
+            holders=(self.peer_memory.machine,),
             copies=self.copies,
             rate_bytes=self.rate_bytes,
         )
@@ -106,7 +106,7 @@ class Machine:
     def close(self) -> None:
         self.manager.close()
         self.link.close()
-        self.keeper.close()
+        self.peer_memory.close()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_only_changed_chunks_are_sent_again(machines: Callable[[int], list[Machi
     second.await_step(1)
     first.save(2, state(2, size=large))
     copy = second.await_step(2)
-    sender = first.keeper._sender
+    sender = first.peer_memory._sender
     assert sender is not None
     eventually(lambda: len(sender.sent) == 2, within_s=20)
     sent = [bytes_sent for _, _, bytes_sent, _ in sender.sent]
@@ -172,7 +172,7 @@ def test_flipped_bit_in_a_copy_is_noticed_by_whoever_reads_it(
         flipped = file.read(1)[0] ^ 1
         file.seek(copy.size_bytes // 2)
         file.write(bytes([flipped]))
-    seen = next(each for each in third.link.copies(RUN) if each.machine == second.keeper.machine)
+    seen = next(each for each in third.link.copies(RUN) if each.machine == second.peer_memory.machine)
     with pytest.raises(PeerError, match="damaged"):
         third.link.pull(seen)
     assert third.held() == []
@@ -183,7 +183,7 @@ def test_copy_is_fetched_from_another_machine(machines: Callable[[int], list[Mac
     first.save(1, state(1))
     copy = second.await_step(1)
     (seen,) = third.link.copies(RUN)
-    assert (seen.path, seen.machine, seen.step) == ("", second.keeper.machine, 1)
+    assert (seen.path, seen.machine, seen.step) == ("", second.peer_memory.machine, 1)
     assert third.link.pull(seen).read_bytes() == Path(copy.path).read_bytes()
     reader = third.link.reader(seen)
     assert reader.manifest().step == 1
@@ -205,7 +205,7 @@ def test_earlier_generation_is_refused_and_what_was_complete_stays(
     second.await_step(1)
     second.link.fence(RUN, 2)
     first.save(2, state(2))
-    assert first.keeper._sender is not None
+    assert first.peer_memory._sender is not None
     eventually(lambda: not first.link.pending(), within_s=20)
     assert [(copy.step, copy.is_complete) for copy in second.held()] == [(1, True)]
     first.lineage.generation = 2
@@ -215,11 +215,11 @@ def test_earlier_generation_is_refused_and_what_was_complete_stays(
     assert [copy.step for copy in second.held()] == [3]
 
 
-def test_full_keeper_refuses_and_another_machine_takes_the_copy(
+def test_full_peer_refuses_and_another_machine_takes_the_copy(
     machines: Callable[[int], list[Machine]],
 ) -> None:
     first, second, third = machines(3)
-    second.keeper._shelf.budget_bytes = 1000
+    second.peer_memory._copy_table.budget_bytes = 1000
     first.save(1, state(1))
     third.await_step(1)
     assert second.held() == []
@@ -229,7 +229,7 @@ def test_lost_peer_is_left_out_and_another_machine_takes_the_copy(
     machines: Callable[[int], list[Machine]],
 ) -> None:
     first, second, third = machines(3)
-    listener = second.keeper._listener
+    listener = second.peer_memory._listener
     assert listener is not None
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()  # As on a machine that was killed: nobody listens there any more.
@@ -246,8 +246,8 @@ def test_peer_that_stands_still_stalls_nothing_and_leaks_nothing(
     (first,) = machines(1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        assert first.keeper._roster is not None
-        first.keeper._roster.enter(Peer(machine="mute", agent="mute", host="mute", address=address))
+        assert first.peer_memory._roster is not None
+        first.peer_memory._roster.enter(Peer(machine="mute", agent="mute", host="mute", address=address))
         for step in range(1, 6):
             first.save(step, state(step))
         eventually(lambda: not first.link.pending(), within_s=20)
@@ -284,11 +284,11 @@ def test_two_copies_are_on_two_machines(machines: Callable[[int], list[Machine]]
 
 def test_nobody_gets_in_without_the_secret(machines: Callable[[int], list[Machine]]) -> None:
     (first,) = machines(1)
-    assert first.keeper._sender is not None
+    assert first.peer_memory._sender is not None
     with pytest.raises((PeerError, OSError)):
-        wire.connect(first.keeper._sender.me.address, "a guess")
+        wire.connect(first.peer_memory._sender.me.address, "a guess")
     with socket.create_connection(
-        ("127.0.0.1", int(first.keeper._sender.me.address.rpartition(":")[2]))
+        ("127.0.0.1", int(first.peer_memory._sender.me.address.rpartition(":")[2]))
     ) as raw:
         raw.settimeout(10)
         wire.receive(raw)
@@ -306,8 +306,8 @@ def test_memory_of_a_keeper_is_given_back(tmp_path: Path) -> None:
     first.link.forget(RUN, 1)
     second.link.forget(RUN, 1)
     assert second.held() == []
-    assert not list(second.keeper.folder.rglob(FILE_NAME))
-    folder = second.keeper.folder
+    assert not list(second.peer_memory.folder.rglob(FILE_NAME))
+    folder = second.peer_memory.folder
     first.close()
     second.close()
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""Who gets copies, and what a keeper accepts: whatever the roster, and in whatever order things arrive."""
+"""Who gets copies, and what an agent accepts: whatever the roster, and in whatever order things arrive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.core.jobs.peers import Accepted, Copy, Peer, Refused, Shelf, copies_wanted, targets
+from strata.core.jobs.peers import Accepted, Copy, CopyTable, Peer, Refused, copies_wanted, targets
 from strata.core.types import CheckpointId
 
 rosters = st.lists(st.sampled_from(["", "r1", "r2", "r3"]), min_size=1, max_size=9).map(
@@ -54,49 +54,49 @@ def test_what_is_on_enough_machines_already_is_not_sent() -> None:
 
 
 def test_newest_complete_copy_stays_until_the_next_is_complete() -> None:
-    shelf = Shelf(10)
+    copy_table = CopyTable(10)
     for step in (1, 2, 3):
-        assert isinstance(shelf.begin(copy(step)), Accepted)
-        assert [c.sequence for c in shelf.complete.get("s", [])] == list(
+        assert isinstance(copy_table.begin(copy(step)), Accepted)
+        assert [c.sequence for c in copy_table.complete.get("s", [])] == list(
             range(step - 1, max(0, step - 2), -1)
         )
-        assert shelf.finish(copy(step)) is None
-    assert isinstance(shelf.begin(copy(4)), Accepted)
-    shelf.abandon(copy(4))
-    assert [c.sequence for c in shelf.complete["s"]] == [3]
-    answer = shelf.begin(copy(3))
+        assert copy_table.finish(copy(step)) is None
+    assert isinstance(copy_table.begin(copy(4)), Accepted)
+    copy_table.abandon(copy(4))
+    assert [c.sequence for c in copy_table.complete["s"]] == [3]
+    answer = copy_table.begin(copy(3))
     assert isinstance(answer, Accepted)
     assert answer.is_there
-    assert isinstance(shelf.begin(copy(2)), Refused)
+    assert isinstance(copy_table.begin(copy(2)), Refused)
 
 
 def test_superseded_generations_change_nothing() -> None:
-    shelf = Shelf(10)
-    shelf.begin(copy(1))
-    shelf.finish(copy(1))
+    copy_table = CopyTable(10)
+    copy_table.begin(copy(1))
+    copy_table.finish(copy(1))
     arriving = copy(2)
-    shelf.begin(arriving)
-    shelf.fence("run", 2)
-    late = shelf.finish(arriving)
+    copy_table.begin(arriving)
+    copy_table.fence("run", 2)
+    late = copy_table.finish(arriving)
     assert late is not None
     assert late.is_stale
-    assert isinstance(shelf.begin(copy(3)), Refused)
-    assert shelf.settle("run", 1) == []
-    assert shelf.forget("run", 1) == []
-    assert shelf.complete["s"] == [copy(1)]
-    assert shelf.settle("run", 2) == [copy(1)]
+    assert isinstance(copy_table.begin(copy(3)), Refused)
+    assert copy_table.settle("run", 1) == []
+    assert copy_table.forget("run", 1) == []
+    assert copy_table.complete["s"] == [copy(1)]
+    assert copy_table.settle("run", 2) == [copy(1)]
 
 
 def test_nothing_beyond_the_budget_is_kept_and_a_refusal_changes_nothing() -> None:
-    shelf = Shelf(10)
-    shelf.begin(copy(1, size_bytes=6))
-    shelf.finish(copy(1, size_bytes=6))
-    before = (dict(shelf.complete), dict(shelf.arriving))
-    assert isinstance(shelf.begin(copy(2, size_bytes=6)), Refused)
-    assert isinstance(shelf.begin(copy(2, slot="t", size_bytes=11)), Refused)
-    assert (shelf.complete, shelf.arriving) == before
-    assert isinstance(shelf.begin(copy(1, slot="t", size_bytes=4)), Accepted)
-    assert shelf.used_bytes == 10
+    copy_table = CopyTable(10)
+    copy_table.begin(copy(1, size_bytes=6))
+    copy_table.finish(copy(1, size_bytes=6))
+    before = (dict(copy_table.complete), dict(copy_table.arriving))
+    assert isinstance(copy_table.begin(copy(2, size_bytes=6)), Refused)
+    assert isinstance(copy_table.begin(copy(2, slot="t", size_bytes=11)), Refused)
+    assert (copy_table.complete, copy_table.arriving) == before
+    assert isinstance(copy_table.begin(copy(1, slot="t", size_bytes=4)), Accepted)
+    assert copy_table.used_bytes == 10
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ restored is one checkpoint's, slice by slice; a save never costs the last comple
 manifest lists only parts that are there; nothing is loaded that is not all there; and no save is skipped for ever.
 
 In most simulations agents keep copies of snapshots for other machines (`strata.core.jobs.peers`). They are sent by coroutines of
-the machines, which outlive lives: late, in part, over images that are overwritten meanwhile, to shelves that are full and machines that are
+the machines, which outlive lives: late, in part, over images that are overwritten meanwhile, to copy_tables that are full and machines that are
 lost. Checked of them: copies are where another failure domain is, if there is one; nothing that a superseded generation sends is kept; and a
 snapshot that the loss of any one machine leaves complete is not given up before there is a newer such one.
 """
@@ -65,7 +65,7 @@ from strata.core.jobs.job import (
     Survey,
 )
 from strata.core.jobs.lineage import Placement, removable
-from strata.core.jobs.peers import PEER, Accepted, Copy, Peer, Shelf, targets
+from strata.core.jobs.peers import PEER, Accepted, Copy, CopyTable, Peer, targets
 from strata.core.jobs.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
 from strata.core.types import CheckpointId
 
@@ -237,7 +237,7 @@ class Machine:
     """The newest that has looked here."""
     memory_fails: bool = False
     rack: str = ""
-    shelf: Shelf = field(default_factory=lambda: Shelf(0))
+    copy_table: CopyTable = field(default_factory=lambda: CopyTable(0))
     """What its agent keeps for others,"""
     copies: dict[Copy, Checkpoint] = field(default_factory=dict)
     """and what is in it."""
@@ -248,17 +248,17 @@ class Machine:
     def peer(self) -> Peer:
         return Peer(machine=self.name, agent=self.name, rack=self.rack)
 
-    def on_shelf(self) -> list[tuple[Copy, Checkpoint]]:
+    def in_copy_table(self) -> list[tuple[Copy, Checkpoint]]:
         """All that is complete."""
-        found = [copy for copies in self.shelf.complete.values() for copy in copies]
+        found = [copy for copies in self.copy_table.complete.values() for copy in copies]
         return [(copy, self.copies[copy]) for copy in found]
 
     def kept(self) -> list[Checkpoint]:
         """Everything that is in its memory."""
         slots = [slot for of_life in self.slots.values() for slot in of_life]
         sharded = [image.content for slot in slots for image in slot if image.content is not None]
-        shelf = [checkpoint for _, checkpoint in self.on_shelf()]
-        return [image for held in self.images.values() for image in held] + sharded + shelf
+        copy_table = [checkpoint for _, checkpoint in self.in_copy_table()]
+        return [image for held in self.images.values() for image in held] + sharded + copy_table
 
 
 @dataclass(slots=True, eq=False)
@@ -478,8 +478,8 @@ class Life:
             if each not in self.sim.machines:
                 continue  # It was lost just now.
             assert self.claim is not None
-            each.shelf.fence(self.sim.run_name, self.claim.generation)
-            found = each.on_shelf()
+            each.copy_table.fence(self.sim.run_name, self.claim.generation)
+            found = each.in_copy_table()
             if each is not machine and each in self.machines:
                 found = found[:1]  # Offered by a rank that is there: it must not be counted twice.
             else:
@@ -495,12 +495,12 @@ class Life:
             ]
         return offers
 
-    def on_shelf(self, where: str) -> Checkpoint | None:
+    def in_copy_table(self, where: str) -> Checkpoint | None:
         """What is kept there now."""
         slot, _, rest = where.removeprefix("peer ").partition("#")
         name, _, holder = rest.partition("@")
         for machine in self.sim.machines:
-            for copy, checkpoint in machine.on_shelf():
+            for copy, checkpoint in machine.in_copy_table():
                 if (machine.name, copy.slot, copy.checkpoint_id) == (holder, slot, name):
                     return checkpoint
         return None
@@ -513,7 +513,7 @@ class Life:
             return destination.checkpoints.get(wanted)
         where = load.offer.where if rank == load.source else load.images[load.mapped.index(rank)]
         if where.startswith("peer "):
-            return self.on_shelf(where)
+            return self.in_copy_table(where)
         return next((i for i in self.images_on(self.machines[rank]) if i.checkpoint_id == wanted), None)
 
     def _restored(self) -> Checkpoint:
@@ -814,7 +814,7 @@ class Life:
                 assert self.claim is not None
                 if not self.asked_to_leave:
                     for machine in self.machines:
-                        machine.shelf.forget(self.sim.run_name, self.claim.generation)
+                        machine.copy_table.forget(self.sim.run_name, self.claim.generation)
                         self.images_on(machine).clear()
                         machine.slots.pop(self.number, None)
                 self._mark_ended()
@@ -903,7 +903,7 @@ class ShardedLife(Life):
         if source.machine:
             machine = next(m for m in self.machines if m.name == source.machine)
             if source.offer.tier == PEER:
-                image = self.on_shelf(source.offer.where)
+                image = self.in_copy_table(source.offer.where)
             else:
                 image = self._images_of(machine)[int(source.offer.where.removeprefix("image "))].content
             if image is None:
@@ -1272,7 +1272,7 @@ class Simulation:
         self.machines = [Machine(name=f"m{n}") for n in range(pick(1, 3))]
         self.machines_made = len(self.machines)
         self.peer_copies = self.random.choice([0, 1, 1, 1, 2])
-        self.shelf_bytes = self.random.choice([100, 100, 100, 3])
+        self.copy_table_bytes = self.random.choice([100, 100, 100, 3])
         """An image has one."""
         self.has_racks = self.chance(0.3)
         self.senders: list[tuple[Machine, Steps]] = []
@@ -1539,8 +1539,8 @@ class Simulation:
         elif kind == "peer":
             # An agent ends, and another starts in its place: what it kept is lost.
             machine = self.random.choice(self.machines)
-            machine.shelf, machine.copies = Shelf(self.shelf_bytes), {}
-            machine.shelf.fence(self.run_name, machine.generation)
+            machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
+            machine.copy_table.fence(self.run_name, machine.generation)
             self.copies_given_up = True
             self.tell(f"the agent of {machine.name} ends, with all copies")
         elif kind == "leave" and current.is_alive:
@@ -1551,7 +1551,7 @@ class Simulation:
 
     def _furnish(self, machine: Machine) -> None:
         """Give a new machine what its agent needs; some have copies of another run."""
-        machine.shelf = Shelf(self.shelf_bytes)
+        machine.copy_table = CopyTable(self.copy_table_bytes)
         machine.rack = self.random.choice(["r1", "r2"]) if self.has_racks else ""
         if self.peer_copies and self.chance(0.2):
             foreign = Copy(
@@ -1562,8 +1562,8 @@ class Simulation:
                 sequence=1,
                 size_bytes=1,
             )
-            machine.shelf.begin(foreign)
-            machine.shelf.finish(foreign)
+            machine.copy_table.begin(foreign)
+            machine.copy_table.finish(foreign)
             machine.copies[foreign] = self._foreign()
 
     def send(
@@ -1626,8 +1626,8 @@ class Simulation:
             sequence=image.placement.sequence,
             size_bytes=1,
         )
-        shelf, safe = there.shelf, self.safe()
-        answer = shelf.begin(copy)
+        copy_table, safe = there.copy_table, self.safe()
+        answer = copy_table.begin(copy)
         if not isinstance(answer, Accepted):
             self.counts["copies refused"] += 1
             self.tell(f"{there.name} refuses {slot} of {copy.checkpoint_id}: {answer.reason}")
@@ -1638,12 +1638,12 @@ class Simulation:
         for _ in range(self.random.randint(1, 12)):
             yield
             is_cut = not image.intact or (bool(self.faults_left) and self.chance(0.02))
-            if is_cut or not is_there() or there not in self.machines or there.shelf is not shelf:
+            if is_cut or not is_there() or there not in self.machines or there.copy_table is not copy_table:
                 # What was sent is not what its digests say, or not all of it; who is lost has nothing.
-                shelf.abandon(copy)
+                copy_table.abandon(copy)
                 self.counts["copies cut off"] += 1
                 return "cut off"
-        if shelf.finish(copy) is not None:
+        if copy_table.finish(copy) is not None:
             return "refused"
         there.copies[copy] = image.copy(looked=there.generation)
         self.counts["copies"] += 1
@@ -1666,18 +1666,20 @@ class Simulation:
 
     def needed_peers(self, life: Life, loaded: Checkpoint) -> bool:
         """Whether it could not have been restored but for copies."""
-        shelves = {id(checkpoint) for machine in self.machines for _, checkpoint in machine.on_shelf()}
+        copy_tables = {
+            id(checkpoint) for machine in self.machines for _, checkpoint in machine.in_copy_table()
+        }
         without = [
             copy
             for copies in life.truth.values()
             for copy in copies
-            if copy.checkpoint_id == loaded.checkpoint_id and id(copy) not in shelves
+            if copy.checkpoint_id == loaded.checkpoint_id and id(copy) not in copy_tables
         ]
         return not complete(without, intact=True)
 
     def settle(self, machine: Machine, generation: int) -> None:
         if machine in self.machines:
-            machine.shelf.settle(self.run_name, generation)
+            machine.copy_table.settle(self.run_name, generation)
 
     def safe(self) -> tuple[int, int] | None:
         """The newest snapshot that the loss of any one machine would leave complete in the others' memories."""
@@ -1790,7 +1792,7 @@ class Simulation:
         self.fenced_generations.add(life.claim.generation)
         for machine in life.machines:
             machine.generation = max(machine.generation, life.claim.generation)
-            machine.shelf.fence(self.run_name, life.claim.generation)
+            machine.copy_table.fence(self.run_name, life.claim.generation)
 
     def has_newer(self, life: Life) -> bool:
         assert life.claim is not None

@@ -33,7 +33,7 @@ from strata.core.jobs.job import (
     Survey,
 )
 from strata.core.jobs.lineage import Lineage
-from strata.core.jobs.peers import PEER, Accepted, Copy, Peer, Shelf, targets
+from strata.core.jobs.peers import PEER, Accepted, Copy, CopyTable, Peer, targets
 from strata.core.jobs.runs import Claim, Take
 from strata.core.types import CheckpointId
 from tests.sim import job as sim
@@ -166,26 +166,26 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @mistake("an arriving copy takes the place of the newest complete one", sharded=True)
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(original: Any, self: Shelf, copy: Copy) -> Any:
+    def begin(original: Any, self: CopyTable, copy: Copy) -> Any:
         answer = original(self, copy)
         if isinstance(answer, Accepted) and not answer.is_there:
             self.complete.pop(copy.slot, None)
         return answer
 
-    wrapping(Shelf, "begin", begin)(monkeypatch)
+    wrapping(CopyTable, "begin", begin)(monkeypatch)
 
 
 @mistake("what a superseded generation sends is kept")
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shelf, "fence", lambda self, run, generation: None)
+    monkeypatch.setattr(CopyTable, "fence", lambda self, run, generation: None)
 
 
 @mistake("a superseded generation gives up the copies of those before it")
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settle(original: Any, self: Shelf, run: str, generation: int) -> Any:
+    def settle(original: Any, self: CopyTable, run: str, generation: int) -> Any:
         return original(self, run, max(generation, self.generations.get(run, 0)))
 
-    wrapping(Shelf, "settle", settle)(monkeypatch)
+    wrapping(CopyTable, "settle", settle)(monkeypatch)
 
 
 @mistake("copies stay in the rack of those who made them")

@@ -36,8 +36,8 @@ from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.image.in_place import take_from_store
 from strata.checkpoint.manager import Author, CheckpointManager, Memory
 from strata.checkpoint.peers import wire
-from strata.checkpoint.peers.keeper import Keeper
 from strata.checkpoint.peers.link import PeerLink
+from strata.checkpoint.peers.memory import PeerMemory
 from strata.core.jobs.lineage import Lineage
 from strata.core.types import CheckpointId
 from strata.launch.coordinator import CoordinatorProcess
@@ -52,7 +52,7 @@ JOB = Path(__file__).parents[1] / "recovery" / "recoverable_job.py"
 
 
 class _FileMeeting:
-    """Where keepers of this benchmark meet: a file."""
+    """Where agents of this benchmark meet: a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -109,23 +109,23 @@ def _copy_rows(folder: Path, size_bytes: int, rounds: int) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_child("keep", folder / "b", folder / "meeting", "0"))
         port = stack.enter_context(_child("bare", folder / "bare", str(size_bytes)))
-        keeper = Keeper(meeting, run=RUN, name="a", root=folder / "a")
-        stack.callback(keeper.close)
-        keeper.open()
-        link = PeerLink(str(keeper.socket_path))
+        peer_memory = PeerMemory(meeting, run=RUN, name="a", root=folder / "a")
+        stack.callback(peer_memory.close)
+        peer_memory.open()
+        link = PeerLink(str(peer_memory.socket_path))
         stack.callback(link.close)
-        saver = stack.enter_context(_Saver(folder / "a", keeper.machine, link))
+        saver = stack.enter_context(_Saver(folder / "a", peer_memory.machine, link))
         _await(lambda: len(link.roster()) == 2)
         state = _state(size_bytes)
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        assert keeper._sender is not None
+        assert peer_memory._sender is not None
         with contextlib.closing(socket.create_connection(("127.0.0.1", int(port)))) as plain:
             for number in range(1, rounds + 3):
                 for tensor in state.values():
                     tensor.add_(1)
                 image = saver.save(number, state)
-                _await(lambda number=number: len(keeper._sender.sent) == number)  # type: ignore[misc]
-                ours_s, bare_s = keeper._sender.sent[-1][3], _send_bare(plain, image)
+                _await(lambda number=number: len(peer_memory._sender.sent) == number)  # type: ignore[misc]
+                ours_s, bare_s = peer_memory._sender.sent[-1][3], _send_bare(plain, image)
                 if number <= 2:
                     continue  # Each of the two places of a part is faulted in once.
                 copies.append(ours_s)
@@ -427,11 +427,11 @@ def _child(kind: str, *words: object) -> Iterator[str]:
 
 def _keep(root: str, meeting: str, nice: str) -> None:
     wire.NICE = int(nice)
-    keeper = Keeper(_FileMeeting(Path(meeting)), run=RUN, name=Path(root).name, root=Path(root))
-    keeper.open()
-    print(keeper.socket_path, flush=True)
+    peer_memory = PeerMemory(_FileMeeting(Path(meeting)), run=RUN, name=Path(root).name, root=Path(root))
+    peer_memory.open()
+    print(peer_memory.socket_path, flush=True)
     sys.stdin.read()
-    keeper.close()
+    peer_memory.close()
 
 
 def _bare(root: str, size_bytes: str) -> None:

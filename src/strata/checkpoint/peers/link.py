@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest, decode
 from strata.checkpoint.peers import wire
-from strata.checkpoint.peers.keeper import SOCKET_VARIABLE
+from strata.checkpoint.peers.memory import SOCKET_VARIABLE
 from strata.checkpoint.peers.wire import Message, PeerError
 from strata.core.jobs.peers import PEER, Peer
 from strata.sockets import connect_to_path

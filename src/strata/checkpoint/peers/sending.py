@@ -1,4 +1,4 @@
-"""Sending this machine's images to other machines' keepers: in the background, at a limited rate, and never in anybody's way.
+"""Sending this machine's images to other machines' agents: in the background, at a limited rate, and never in anybody's way.
 
 The newest image of each slot is sent; one that waits makes way for a newer one. Nobody holds an image for it: where training saves over
 one that is being sent, its mark is gone, and the receiver finds chunks that are not what their digests say; the copy is

@@ -1,4 +1,4 @@
-"""How keepers and workers speak: messages of JSON with a length before them, and plain bytes between; nothing is unpickled.
+"""How agents and workers speak: messages of JSON with a length before them, and plain bytes between; nothing is unpickled.
 
 Beyond this machine both ends prove that they know the run's secret, which agents find where they meet, before anything else is
 said. Within it (a Unix socket) the kernel says whose process is at the other end. What is sent is neither encrypted nor signed, as what
@@ -48,7 +48,7 @@ _UNITS = {
 
 
 class PeerError(StrataError):
-    """Another machine's keeper could not do what was asked."""
+    """Another machine's agent could not do what was asked."""
 
     code = "peer_failed"
 
@@ -123,7 +123,7 @@ def receive_into(
 
 
 def connect(address: str, secret: str) -> socket.socket:
-    """To another machine's keeper. Raises `OSError` and `PeerError`."""
+    """To another machine's agent. Raises `OSError` and `PeerError`."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
     try:
@@ -133,7 +133,7 @@ def connect(address: str, secret: str) -> socket.socket:
         mine = secrets.token_hex(16)
         send(connection, {"nonce": mine, "proof": _proof(secret, "caller", hello.get("nonce"), mine)})
         answer = receive(connection)
-        if not _is_equal(answer.get("proof"), _proof(secret, "keeper", hello.get("nonce"), mine)):
+        if not _is_equal(answer.get("proof"), _proof(secret, "agent", hello.get("nonce"), mine)):
             raise PeerError(f"{address} does not know the secret of this run.", is_lost=False)
         tune(connection)
     except BaseException:
@@ -143,7 +143,7 @@ def connect(address: str, secret: str) -> socket.socket:
 
 
 def accept(connection: socket.socket, secret: str) -> bool:
-    """The keeper's end: whether the caller knows the secret."""
+    """The agent's end: whether the caller knows the secret."""
     connection.settimeout(CONNECT_S)
     nonce = secrets.token_hex(16)
     send(connection, {"protocol": PROTOCOL, "nonce": nonce})
@@ -153,7 +153,7 @@ def accept(connection: socket.socket, secret: str) -> bool:
         answer.get("proof"), _proof(secret, "caller", nonce, theirs)
     ):
         return False
-    send(connection, {"proof": _proof(secret, "keeper", nonce, theirs)})
+    send(connection, {"proof": _proof(secret, "agent", nonce, theirs)})
     tune(connection)
     return True
 

@@ -1,10 +1,10 @@
-"""Copies of snapshots in other machines' memory: who keeps them, and what a keeper accepts.
+"""Copies of snapshots in other machines' memory: who keeps them, and what an agent accepts.
 
 Placing (`targets`). A snapshot's part is in the memory of the machines that made it, its holders; so many others get a copy of it
 that there are `copies` beside the first. One failure domain never has all of them as long as there is another: a machine is one,
 and so is a rack, where machines say in which they are. The same roster gives the same answer everywhere.
 
-Keeping (`Shelf`). A keeper has, for each slot (one part of one run, by whom it is made), the newest complete copy, and one more:
+Keeping (`CopyTable`). An agent has, for each slot (one part of one run, by whom it is made), the newest complete copy, and one more:
 the one before it, which makes way for the next that arrives. A copy is complete when it was verified, and not before. What is of an
 earlier generation than the newest that has started, older than what is there, or larger than the budget is refused, with the
 reason; a refusal changes nothing. No slot's copies make way for another's: those of a machine that is lost may be the only ones.
@@ -104,7 +104,7 @@ def _around(me: Peer, others: Sequence[Peer]) -> list[Peer]:
     return [*ordered, *near]
 
 
-# --- what a keeper has -------------------------------------------------------------------------------------------
+# --- what an agent has -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +140,8 @@ class Refused:
 
 
 @dataclass(slots=True)
-class Shelf:
-    """What one keeper has, complete or arriving."""
+class CopyTable:
+    """What one agent has, complete or arriving."""
 
     budget_bytes: int
     complete: dict[str, list[Copy]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The part of an agent that keeps copies of other machines' images in this machine's memory, and sends this machine's to others.
 
-Nothing listens before a job of this machine, or of one that is met in the same rendezvous, asks for copies. Then the keeper has two
-doors: a Unix socket for this machine's workers, and a port for other keepers and for workers that restore, which has to be opened with
+Nothing listens before a job of this machine, or of one that is met in the same rendezvous, asks for copies. Then the agent has two
+sockets: a Unix socket for this machine's workers, and a port for other agents and for workers that restore, which has to be opened with
 the run's secret (`wire`). All copies together stay within a budget. They live below the memory root in a folder that belongs to this
 process: it is removed when the agent ends, and by the next agent where this one was killed.
 
@@ -33,7 +33,7 @@ from strata.checkpoint.peers import wire
 from strata.checkpoint.peers.roster import Roster, SharedValue
 from strata.checkpoint.peers.sending import Image, Sender
 from strata.checkpoint.peers.wire import Message, PeerError
-from strata.core.jobs.peers import Copy, Peer, Refused, Shelf
+from strata.core.jobs.peers import Copy, CopyTable, Peer, Refused
 from strata.files import write_file
 from strata.processes import machine_token, this_process
 from strata.shared_memory import make_private, memory_root, peers_folder, remove_empty
@@ -70,7 +70,7 @@ class _Arriving:
     is_over: threading.Event
 
 
-class Keeper:
+class PeerMemory:
     """Made by the agent before it starts workers. Threads are daemons, each with a deadline on whatever it waits for."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Keeper:
         self._meeting = meeting
         self._roster: Roster | None = None
         self._lock = threading.RLock()
-        self._shelf = Shelf(0)
+        self._copy_table = CopyTable(0)
         self._places: dict[Copy, Path] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         """Of places: faulting their pages in for every copy would take as long as the copy."""
@@ -117,7 +117,7 @@ class Keeper:
             if self._is_open or self._meeting is None:
                 return
             self.machine = machine or self.machine
-            self._shelf.budget_bytes = _budget_bytes(self._root)
+            self._copy_table.budget_bytes = _budget_bytes(self._root)
             address, bind = self._meeting.own_address()
             listener = _listen(bind)
             try:
@@ -143,7 +143,7 @@ class Keeper:
             self._is_open = True
         log.info(
             "copies of other machines' snapshots are kept here, at %s, up to %.1f GB",
-            *(me.address, self._shelf.budget_bytes / 1e9),
+            *(me.address, self._copy_table.budget_bytes / 1e9),
         )
 
     def is_wanted(self) -> bool:
@@ -156,14 +156,14 @@ class Keeper:
             if self._is_closed:
                 return
             self._is_closed = True
-            doors = [door for door in (self._local, self._listener) if door is not None]
+            sockets = [each for each in (self._local, self._listener) if each is not None]
             connections = list(self._connections)
         if self._sender is not None:
             self._sender.close()
         if self._roster is not None:
             with contextlib.suppress(ConnectionError):
                 self._roster.leave(self.agent)
-        for each in (*doors, *connections):
+        for each in (*sockets, *connections):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
@@ -265,7 +265,7 @@ class Keeper:
                 raise PeerError("No copies are kept here.", is_lost=False)
             if copy.slot in self._writing:
                 raise PeerError("Another copy of the same part is arriving.", is_lost=False)
-            accepted = self._shelf.begin(copy)
+            accepted = self._copy_table.begin(copy)
             if isinstance(accepted, Refused):
                 raise PeerError(accepted.reason, is_lost=False, is_stale=accepted.is_stale)
             place = None
@@ -281,7 +281,7 @@ class Keeper:
             yield place
         finally:
             with self._lock:
-                self._shelf.abandon(copy)  # Nothing, where it is complete.
+                self._copy_table.abandon(copy)  # Nothing, where it is complete.
                 del self._writing[copy.slot]
                 if copy not in self._places:
                     self._tidy(copy.slot)
@@ -322,7 +322,7 @@ class Keeper:
                 if hasher.hexdigest() != digest.chunks[number]:
                     raise PeerError(f"Chunk {number} is not what its digest says.")
         with self._lock:
-            refused = self._shelf.finish(copy)
+            refused = self._copy_table.finish(copy)
             if refused is not None:
                 raise PeerError(refused.reason, is_lost=False, is_stale=refused.is_stale)
             self._places[copy] = place
@@ -340,7 +340,7 @@ class Keeper:
         part = manifest.parts[0]
         digest = part.digest
         with self._lock:
-            newest = next(iter(self._shelf.complete.get(copy.slot, [])), None)
+            newest = next(iter(self._copy_table.complete.get(copy.slot, [])), None)
             place = self._places.get(newest) if newest is not None else None
         found = read_snapshot(place) if place is not None else None
         everything = list(range(len(digest.chunks)))
@@ -391,7 +391,7 @@ class Keeper:
 
     def _drop(self, copy: Copy) -> None:
         place = self._places.get(copy)
-        self._shelf.discard(copy)
+        self._copy_table.discard(copy)
         self._unmark(copy)
         if place is not None:
             self._clear(place)
@@ -408,9 +408,9 @@ class Keeper:
         """Whoever is about to restore a run says as which generation: what it is told of stays as it is, whatever earlier ones still send."""
         run = str(message.get("run", ""))
         with self._lock:
-            self._shelf.fence(run, int(message.get("generation", 0)))
-            complete = [copy for copies in self._shelf.complete.values() for copy in copies]
-            arriving = list(self._shelf.arriving.values())
+            self._copy_table.fence(run, int(message.get("generation", 0)))
+            complete = [copy for copies in self._copy_table.complete.values() for copy in copies]
+            arriving = list(self._copy_table.arriving.values())
             places = dict(self._places)
         found = []
         for copy in complete:
@@ -564,7 +564,7 @@ class Keeper:
                 if hasher.hexdigest() != part.digest.chunks[number]:
                     raise PeerError(f"Chunk {number} of the copy is damaged.", is_lost=False)
         with self._lock:
-            refused = self._shelf.finish(copy)
+            refused = self._copy_table.finish(copy)
             if refused is not None:
                 raise PeerError(refused.reason, is_lost=False, is_stale=refused.is_stale)
             self._places[copy] = place
@@ -572,12 +572,12 @@ class Keeper:
 
     def _fence(self, message: Message) -> Message:
         with self._lock:
-            self._shelf.fence(str(message["run"]), int(message["generation"]))
+            self._copy_table.fence(str(message["run"]), int(message["generation"]))
         return {}
 
     def _settle(self, message: Message) -> Message:
         with self._lock:
-            for copy in self._shelf.settle(str(message["run"]), int(message["generation"])):
+            for copy in self._copy_table.settle(str(message["run"]), int(message["generation"])):
                 self._drop(copy)
         return {}
 
@@ -586,22 +586,22 @@ class Keeper:
         if self._sender is not None:
             self._sender.forget()
         with self._lock:
-            for copy in self._shelf.forget(run, int(message["generation"])):
+            for copy in self._copy_table.forget(run, int(message["generation"])):
                 self._drop(copy)
         return {}
 
 
-_LOCAL: dict[str, Callable[[Keeper, Message], Message]] = {
-    "want": Keeper._want,
-    "saved": Keeper._saved,
-    "pending": Keeper._pending,
-    "find": Keeper._find,
-    "peers": Keeper._peers,
-    "ticket": Keeper._ticket,
-    "pull": Keeper._pull,
-    "fence": Keeper._fence,
-    "settle": Keeper._settle,
-    "forget": Keeper._forget,
+_LOCAL: dict[str, Callable[[PeerMemory, Message], Message]] = {
+    "want": PeerMemory._want,
+    "saved": PeerMemory._saved,
+    "pending": PeerMemory._pending,
+    "find": PeerMemory._find,
+    "peers": PeerMemory._peers,
+    "ticket": PeerMemory._ticket,
+    "pull": PeerMemory._pull,
+    "fence": PeerMemory._fence,
+    "settle": PeerMemory._settle,
+    "forget": PeerMemory._forget,
 }
 
 

@@ -31,6 +31,7 @@ _ATTEMPTS = 1_000
 _NAMES = 8
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
+RACK_VARIABLE = "STRATA_RACK"
 _SHARED_MEMORY = Path("/dev/shm")
 # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
 _DISK = Path("/var/tmp")
@@ -210,3 +211,8 @@ def forget_jobs(*jobs: str) -> None:
         for folder in [folder for name in names for folder in folders_of(name)]:
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(folder)
+
+
+def own_rack() -> str:
+    """What this machine is lost together with, where somebody has said so; empty where nobody has."""
+    return os.environ.get(RACK_VARIABLE, "").strip()

@@ -60,7 +60,7 @@ class Meeting:
 
 
 class Machine:
-    """An agent's peer_memory, and one worker that saves images on the same machine."""
+    """An agent's peer memory, and one worker that saves images on the same machine."""
 
     def __init__(self, root: Path, meeting: Meeting, number: int) -> None:
         self.root = root
@@ -75,11 +75,12 @@ class Machine:
             on_kept=self._kept,
         )
         self.copies = 1
+        self.copied_step = -1
         self.rate_bytes = 0
         self.number = number
 
     def _kept(self, manifest: Any, path: str) -> None:
-        self.link.saved(
+        self.copied_step = self.link.saved(
             slot=f"slot-{self.number}",
             folder=Path(path).parent,
             checkpoint_id=manifest.checkpoint_id,
@@ -127,6 +128,20 @@ def machines(tmp_path: Path) -> Iterator[Callable[[int], list[Machine]]]:
 
 def state(step: int, *, size: int = 1 << 20) -> dict[str, Any]:
     return {"weights": torch.full((size,), float(step)), "frozen": torch.arange(size), "step": step}
+
+
+def test_report_of_a_snapshot_says_which_step_another_machine_has_by_now(
+    machines: Callable[[int], list[Machine]],
+) -> None:
+    first, second = machines(2)
+    first.save(1, state(1))
+    assert first.copied_step == -1
+    second.await_step(1)
+    sender = first.peer_memory._sender
+    assert sender is not None
+    eventually(lambda: sender.copied("slot-0") == 1, within_s=20, what="the sender knows")
+    first.save(2, state(2))
+    assert first.copied_step == 1
 
 
 def test_snapshot_is_copied_to_the_next_machine_and_is_the_same_image(

@@ -97,7 +97,7 @@ from strata.launch import torchrun_trap
 from strata.processes import machine_token
 from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
 from strata.rendezvous.leaving import write_outcome
-from strata.shared_memory import folder_name, memory_root, note_run
+from strata.shared_memory import folder_name, memory_root, note_run, own_rack
 from strata.sinks import Sink, SinkRun
 from strata.stores.local import LocalStore
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
@@ -699,7 +699,12 @@ class ElasticJob:
                 worker_id=name,
                 run_id=self.run,
                 generation=opened.generation,
-                metadata={"restarts": self._restarts, "pid": str(os.getpid())},
+                metadata={
+                    "restarts": self._restarts,
+                    "pid": str(os.getpid()),
+                    "state": "sharded" if self._is_sharded else "replicated",
+                    "rack": own_rack(),
+                },
             )
         if run is not None:
             run.presence = live.Presence(
@@ -1377,6 +1382,8 @@ class ElasticJob:
             handle = self._covering.popleft()
             if handle.tiers:
                 self.metrics["snapshot_step"] = float(handle.step)
+                if self._peers is not None and self._peers.copied_step >= 0:
+                    self.metrics["peer_step"] = float(self._peers.copied_step)
                 if self._metric_log is not None:
                     self._metric_log.committed(handle.step)
 

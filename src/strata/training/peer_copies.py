@@ -51,6 +51,8 @@ class PeerCopies:
         self._holders = holders
         self._found: dict[str, HeldCopy] = {}
         self._failure = ""
+        self.copied_step = -1
+        """The newest step of this rank's images that another machine was known to have when the last one was reported."""
 
     def kept(self, manifest: Manifest, path: str) -> None:
         """There is a new snapshot in this machine's memory."""
@@ -58,7 +60,7 @@ class PeerCopies:
         if holders is None:
             return
         try:
-            self._link.saved(
+            self.copied_step = self._link.saved(
                 slot=self._slot,
                 folder=Path(path).parent,
                 checkpoint_id=manifest.checkpoint_id,

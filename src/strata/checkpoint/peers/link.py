@@ -97,10 +97,14 @@ class PeerLink:
         holders: tuple[str, ...],
         copies: int,
         rate_bytes: int,
-    ) -> None:
-        """There is a new snapshot in this folder. Raises `PeerError`."""
+    ) -> int:
+        """There is a new snapshot in this folder. Returns the newest step of the slot that another machine has by now; -1 where none has
+        any. Raises `PeerError`."""
         message = {"op": "saved", "slot": slot, "folder": str(folder), "checkpoint_id": checkpoint_id}
-        self._ask({**message, "holders": holders, "copies": copies, "rate_bytes": rate_bytes}, REPORT_S)
+        answer = self._ask(
+            {**message, "holders": holders, "copies": copies, "rate_bytes": rate_bytes}, REPORT_S
+        )
+        return int(answer["copied_step"])
 
     def pending(self) -> frozenset[CheckpointId]:
         """Snapshots of this machine whose copies are on their way. None where nobody answers."""

@@ -36,7 +36,7 @@ from strata.checkpoint.peers.wire import Message, PeerError
 from strata.core.jobs.peers import Copy, CopyTable, Peer, Refused
 from strata.files import write_file
 from strata.processes import machine_token, this_process
-from strata.shared_memory import make_private, memory_root, peers_folder, remove_empty
+from strata.shared_memory import make_private, memory_root, own_rack, peers_folder, remove_empty
 from strata.sockets import is_own_peer, listen_privately
 
 log = logging.getLogger("strata.peers")
@@ -44,7 +44,6 @@ log = logging.getLogger("strata.peers")
 SOCKET_VARIABLE = "STRATA_PEERS"
 """To a worker: the path of its agent's socket for copies."""
 BUDGET_VARIABLE = "STRATA_PEER_BUDGET"
-RACK_VARIABLE = "STRATA_RACK"
 MOST_CONNECTIONS = 256
 FREE_SHARE = 0.5
 """Of what is free in the memory root: the budget where nobody has named one."""
@@ -128,7 +127,7 @@ class PeerMemory:
                     machine=self.machine,
                     agent=self.agent,
                     host=socket.gethostname(),
-                    rack=os.environ.get(RACK_VARIABLE, "").strip(),
+                    rack=own_rack(),
                     address=f"{address}:{port}",
                 )
                 self._listener = listener
@@ -436,7 +435,7 @@ class PeerMemory:
         }
 
     def _described(self, copy: Copy) -> Message:
-        rack = os.environ.get(RACK_VARIABLE, "").strip()
+        rack = own_rack()
         mine = {"agent": self.agent, "machine": self.machine, "host": socket.gethostname(), "rack": rack}
         return {**asdict(copy), **mine}
 
@@ -468,10 +467,11 @@ class PeerMemory:
         return {"is_open": self._is_open, "machine": self.machine}
 
     def _saved(self, message: Message) -> Message:
+        slot = str(message["slot"])
         if self._sender is not None:
             self._sender.submit(
                 Image(
-                    slot=str(message["slot"]),
+                    slot=slot,
                     folder=Path(str(message["folder"])),
                     checkpoint_id=CheckpointId(str(message["checkpoint_id"])),
                     holders=tuple(map(str, message["holders"])),
@@ -479,7 +479,7 @@ class PeerMemory:
                     rate_bytes=int(message["rate_bytes"]),
                 )
             )
-        return {}
+        return {"copied_step": self._sender.copied(slot) if self._sender is not None else -1}
 
     def _pending(self, message: Message) -> Message:
         return {"pending": self._sender.pending() if self._sender is not None else []}

@@ -88,6 +88,8 @@ class Sender:
         self._since_s: dict[str, float] = {}
         """When the oldest image of a slot that is not sent was submitted."""
         self._newest: dict[str, Path] = {}
+        self._copied: dict[str, int] = {}
+        """The newest step of a slot that another machine has."""
         self._connections: dict[str, socket.socket] = {}
         self._left_out_until_s: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -112,6 +114,11 @@ class Sender:
             images = [*self._waiting.values(), *([self._under_way] if self._under_way is not None else [])]
             return [i.checkpoint_id for i in images if now_s - self._since_s.get(i.slot, now_s) < PATIENCE_S]
 
+    def copied(self, slot: str) -> int:
+        """The newest step of a slot that another machine has; -1 where none has any."""
+        with self._changed:
+            return self._copied.get(slot, -1)
+
     def images(self) -> list[Path]:
         with self._changed:
             return list(self._newest.values())
@@ -121,6 +128,7 @@ class Sender:
         with self._changed:
             self._waiting.clear()
             self._newest.clear()
+            self._copied.clear()
 
     def close(self) -> None:
         self._closing.set()
@@ -181,6 +189,8 @@ class Sender:
                 try:
                     self._send(image, found.manifest, peer, deadline_s)
                     done.add(peer.agent)
+                    with self._changed:
+                        self._copied[image.slot] = found.manifest.step
                     self._said.pop(peer.agent, None)
                 except PeerError as error:
                     if error.is_lost:

@@ -331,7 +331,9 @@ def _resolved(metrics: Metrics) -> tuple[tuple[str, ...], list[Any], list[_Pendi
         if type(value) is not torch.Tensor or value.numel() != 1:
             continue
         if value.is_cpu:
-            values[index] = value.item()  # It is there, and reading it costs less than a copy to be read later.
+            values[index] = (
+                value.item()
+            )  # It is there, and reading it costs less than a copy to be read later.
         else:
             tensors.setdefault((value.device, value.dtype), []).append(index)
     if not tensors:

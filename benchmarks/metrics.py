@@ -149,7 +149,7 @@ new Promise((resolve) => {
   const drawn = new Set();
   const clear = CanvasRenderingContext2D.prototype.clearRect;
   CanvasRenderingContext2D.prototype.clearRect = function (...where) { drawn.add(this.canvas); return clear.apply(this, where); };
-  const inView = [...document.querySelectorAll("[data-panel] canvas")].filter((c) => c.getBoundingClientRect().top < innerHeight);
+  const inView = () => [...document.querySelectorAll("[data-points]")].filter((p) => p.getBoundingClientRect().top < innerHeight);
   over.dispatchEvent(new MouseEvent("mouseenter", { clientX: box.left + FROM * box.width, clientY: box.top + 40 }));
   at("mousemove", FROM);
   at("mousedown", FROM);
@@ -160,8 +160,8 @@ new Promise((resolve) => {
   const end = (found) => { CanvasRenderingContext2D.prototype.clearRect = clear; resolve(found); };
   const look = () => {
     const old = document.querySelector("[data-panel] [data-old]") !== null;
-    if (shown === null && inView.every((canvas) => drawn.has(canvas))) shown = performance.now() - began;
-    if (shown !== null && finer === null && inView.every((canvas) => Number(canvas.closest("[data-points]").dataset.points) >= FINE)) finer = performance.now() - began;
+    if (shown === null && inView().every((plot) => drawn.has(plot.querySelector("canvas")))) shown = performance.now() - began;
+    if (shown !== null && finer === null && inView().every((plot) => Number(plot.dataset.points) >= FINE)) finer = performance.now() - began;
     if (finer !== null && location.search !== before && !old && DONE) end([shown, finer, performance.now() - began]);
     else if (performance.now() - began > 30000) end(null);
     else requestAnimationFrame(look);

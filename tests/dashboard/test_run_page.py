@@ -200,11 +200,11 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
         "window.fetch = ((before) => (...args) => (args[0].url ?? String(args[0])).includes('from=')"
         " ? new Promise(() => {}) : before(...args))(window.fetch)"
     )
-    # In the turn in which the button is let go, before the page has followed: every chart, from more points than it had of this range.
+    # In the first frame, before the page has followed: every chart, from more points than it had of this range.
     page.evaluate(
-        "document.addEventListener('mouseup', () => queueMicrotask(() => queueMicrotask(() => queueMicrotask(() => {"
+        "document.addEventListener('mouseup', () => requestAnimationFrame(() => {"
         " window.atOnce = [location.search, ...document.querySelectorAll('[data-plot]')].map((each) => each.dataset?.points ?? each);"
-        " }))), { once: true })"
+        " }), { once: true })"
     )
     before = page.evaluate(
         "[...document.querySelectorAll('[data-plot]')].map((each) => Number(each.dataset.points))"

@@ -11,6 +11,7 @@ it("a title names the run and its state, and counts what nobody has dismissed", 
   expect(signOf("/", [run], "good", [incident()])).toEqual({ title: "(1) gpt: training · Strata", icon: "/favicon-bad.svg" });
   expect(signOf("/logs", [run], "bad", [])).toEqual({ title: "(!) Logs · Strata", icon: "/favicon-bad.svg" });
   expect(signOf("/", [], "idle", [incident({ subject: "slow_rank" })])).toEqual({ title: "(1) Strata", icon: "/favicon-warn.svg" });
+  expect(signOf("/compare", [], "idle", []).title).toBe("Compare runs · Strata");
   expect(signOf("/nowhere", [], "idle", []).title).toBe("Page not found · Strata");
 });
 

@@ -29,7 +29,8 @@ function nameOf(path: string, runs: readonly Run[]): string {
   const run = id !== undefined ? runs.find((each) => each.id === decodeURIComponent(id)) : path === "/" && live.length === 1 ? live[0] : undefined;
   if (run) return `${run.name}: ${run.status} · Strata`;
   const view = VIEWS.find((each) => each.to !== "/" && path.startsWith(each.to));
-  return view ? `${view.label} · Strata` : path === "/" ? "Strata" : "Page not found · Strata";
+  if (view) return `${view.label} · Strata`;
+  return path === "/" ? "Strata" : path === "/compare" ? "Compare runs · Strata" : "Page not found · Strata";
 }
 
 export function useAttention(path: string): void {

@@ -306,8 +306,9 @@ function drawingOf(runs: readonly PanelRun[], curves: readonly (Spread | undefin
     const smooth = look.smooth > 0 && !each?.quantiles ? smoothed(points.values, look.smooth) : null;
     drawn.heads.push({ xs: points.xs, values: smooth ?? points.values });
     const shape = { color: run.color, ...(run.dash ? { dash: run.dash } : {}) };
-    for (const branch of each?.abandoned.slice(-BRANCHES_DRAWN) ?? []) {
-      drawn.lines.push({ ...shape, key: `${run.id} ${branch.generation} ${branch.steps[0] ?? 0}`, points: scaled(branch), smooth: null, isAbandoned: true });
+    for (const [n, branch] of (each?.abandoned.slice(-BRANCHES_DRAWN) ?? []).entries()) {
+      // Not by its first step, which is another one in a part of it.
+      drawn.lines.push({ ...shape, key: `${run.id} ${branch.generation} ${n}`, points: scaled(branch), smooth: null, isAbandoned: true });
     }
     drawn.lines.push({ ...shape, key: run.id, points, smooth, isAbandoned: false });
     fanOf(each ?? { name: "", committed: NO_CURVE, abandoned: [] }).forEach((curve, n) => drawn.lines.push({ ...shape, key: `${run.id} fan ${n}`, points: scaled(curve), smooth: null, isAbandoned: false }));

@@ -4,7 +4,7 @@
  */
 
 import { useQueries, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
-import { useCallback } from "react";
+import { useCallback, useRef } from "react";
 
 import { ApiError, get } from "../../api/client";
 import type { Incident, LoggedRun, MetricCurves, RunCurves, RunInfo, RunMetrics } from "../../api/types";
@@ -121,17 +121,21 @@ function curveQuery(run: string, name: string, zoom: Zoom | null, points: number
 
 /** One metric of several runs, in their order. A curve as it was stays until the one of another range is there. */
 export function useCurves(runs: readonly { id: string; live: boolean }[], name: string, ask: { zoom: Zoom | null; points: number; enabled: boolean }) {
-  return useQueries({
+  const seen = useRef(new Map<string, Spread>());
+  const found = useQueries({
     queries: runs.map((run) => ({
       ...curveQuery(run.id, name, ask.zoom, ask.points),
       enabled: ask.enabled,
       refetchInterval: run.live ? AGAIN_MS : (false as const),
       staleTime: run.live ? 2_000 : 60_000,
       gcTime: 60_000,
-      placeholderData: (previous: Spread | undefined) => finerOf(run.id, name, ask.zoom, ask.points) ?? previous,
+      placeholderData: (previous: Spread | undefined) => finerOf(run.id, name, ask.zoom, ask.points) ?? previous ?? seen.current.get(run.id),
     })),
     combine,
   });
+  // Not every change hands the previous ones over, and a plot without points would be taken down.
+  found.curves.forEach((each, i) => { const run = runs[i]; if (each && run) seen.current.set(run.id, each); });
+  return found;
 }
 
 function combine(results: UseQueryResult<Spread>[]) {

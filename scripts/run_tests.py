@@ -1,14 +1,16 @@
 """Run every test, area by area, each in a process of its own, and add up the results:  run_tests.py [--slow] [AREA...]
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
-processes of their own they cannot disturb each other. Much of a test is waiting, so two areas run at a time; what one of
-them prints is shown when it has ended. Ends with what was left out and why, what failed, once more, and one line: N passed,
-N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
+processes of their own they cannot disturb each other. Much of a test is waiting, so one more runs at a time than there are
+cores, four at most; large areas are dealt out by file, so that no lane is left with a long one at the end. What one of them
+prints is shown when it has ended. Ends with what each has cost, what was left out and why, what failed, once more, and one
+line: N passed, N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -19,15 +21,31 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5
-AT_A_TIME = 2
+AT_A_TIME = min(len(os.sched_getaffinity(0)) + 1, 4)
 APART = (Path("tests/data/tokens"),)
 """Folders inside an area that are an area of their own."""
-LONGEST = ("tests/e2e", "tests/service", "tests/data", "tests/checkpoint", "tests/tasks")
-"""Started first, so that none of them is left for the end."""
+LONGEST = {
+    "tests/training": 3,
+    "tests/e2e": 3,
+    "tests/service": 3,
+    "tests/checkpoint": 2,
+    "tests/harness": 2,
+    "tests/data": 2,
+    "tests/tasks": 1,
+    "tests/dashboard": 1,
+    "tests/integrations": 1,
+    "tests/packaging": 1,
+    "tests/core": 1,
+    "tests/bench": 1,
+    "tests/launch": 1,
+    "tests/cli": 1,
+}
+"""Started first, in this order, so that none of them is left for the end; and into how many parts each is dealt out."""
 OUTCOMES = ("passed", "failed", "skipped")
 CLOSING_LINES = 40
 """How much of what a failed area said last is said again."""
@@ -39,6 +57,8 @@ class Result:
     status: int
     output: str
     elapsed_s: float
+    cpu_s: float
+    """Of pytest and of every process that its tests have waited for."""
 
     @property
     def is_broken(self) -> bool:
@@ -82,8 +102,8 @@ def main() -> int:
     began_s = time.monotonic()
     showing = threading.Lock()
 
-    def run(area: list[str]) -> Result:
-        result = run_area([*area, "-m", "slow"] if arguments.slow else area)
+    def run(part: Part) -> Result:
+        result = run_part(part, *(("-m", "slow") if arguments.slow else ()))
         with showing:
             print(
                 f"\n=== {result.area}, {result.elapsed_s:.0f} s, status {result.status}\n{result.output}",
@@ -93,6 +113,9 @@ def main() -> int:
 
     with ThreadPoolExecutor(AT_A_TIME) as lanes:
         results = list(lanes.map(run, chosen))
+    print(f"\n{'':32} {'elapsed':>9} {'CPU':>9}")
+    for result in results:
+        print(f"{result.area:32} {result.elapsed_s:7.0f} s {result.cpu_s:7.0f} s")
     broken = [result for result in results if result.is_broken]
     for result in broken:
         print(f"\n=== failed in {result.area}, status {result.status}\n{result.closing()}")
@@ -107,30 +130,73 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def areas(names: Sequence[str] = ()) -> list[list[str]]:
-    """The arguments of pytest for each area: of all of them, or of those that are named."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one pytest runs: an area, or every so-many-th file of it."""
+
+    name: str
+    arguments: list[str]
+
+
+def areas(names: Sequence[str] = ()) -> list[Part]:
+    """All areas or those that are named, in parts; the longest first."""
     folders = sorted(p for p in (ROOT / "tests").iterdir() if p.is_dir() and list(p.rglob("test_*.py")))
-    found = [[str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py"))]]
-    for folder in folders:
-        inside = [apart for apart in APART if (ROOT / apart).is_relative_to(folder)]
-        found.append([str(folder.relative_to(ROOT)), *(f"--ignore={apart}" for apart in inside)])
-        found += [[str(apart)] for apart in inside]
-    if unknown := {name.rstrip("/") for name in names} - {area[0] for area in found}:
-        known = ", ".join(sorted(area[0] for area in found))
+    folders += [ROOT / apart for apart in APART]
+    files = {str(folder.relative_to(ROOT)): _files_of(folder) for folder in folders}
+    files["tests"] = sorted((ROOT / "tests").glob("test_*.py"))
+    wanted = {name.rstrip("/") for name in names}
+    if unknown := wanted - set(files):
+        known = ", ".join(sorted(files))
         raise ValueError(f"there is no area {', '.join(sorted(unknown))}; there are: {known}")
-    chosen = [area for area in found if not names or area[0] in {name.rstrip("/") for name in names}]
-    return sorted(chosen, key=lambda area: LONGEST.index(area[0]) if area[0] in LONGEST else len(LONGEST))
+    order = list(LONGEST)
+    chosen = sorted(
+        (area for area in files if area in wanted or not wanted),
+        key=lambda area: order.index(area) if area in order else len(order),
+    )
+    parts = [_dealt_out(area, files[area], LONGEST.get(area, 1)) for area in chosen]
+    # Of the areas in several parts first all first parts, then all second ones: areas that compute run beside some that wait.
+    rounds = zip_longest(*(dealt for dealt in parts if len(dealt) > 1))
+    return [
+        *(part for dealt in rounds for part in dealt if part is not None),
+        *(part for dealt in parts if len(dealt) == 1 for part in dealt),
+    ]
 
 
-def run_area(area: list[str]) -> Result:
+def _files_of(folder: Path) -> list[Path]:
+    elsewhere = [ROOT / apart for apart in APART if ROOT / apart != folder]
+    found = sorted(folder.rglob("test_*.py"))
+    return [path for path in found if not any(path.is_relative_to(apart) for apart in elsewhere)]
+
+
+def _dealt_out(area: str, files: Sequence[Path], parts: int) -> list[Part]:
+    """In turn, by size: a file's length says roughly how much there is in it."""
+    by_size = sorted(files, key=lambda path: (-path.stat().st_size, path.name))
+    return [
+        Part(
+            name=area if parts == 1 else f"{area} {number + 1}/{parts}",
+            arguments=sorted(str(path.relative_to(ROOT)) for path in by_size[number::parts]),
+        )
+        for number in range(parts)
+    ]
+
+
+def run_part(part: Part, *options: str) -> Result:
     began_s = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", *area]
+    command = [sys.executable, "-m", "pytest", "-q", *part.arguments, *options]
     with tempfile.TemporaryFile(
         "w+", errors="replace"
     ) as output:  # No pipe: it would wait for whoever holds it.
-        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
-        return Result(area=area[0], status=status, output=output.read(), elapsed_s=time.monotonic() - began_s)
+        return Result(
+            area=part.name,
+            status=process.returncode,
+            output=output.read(),
+            elapsed_s=time.monotonic() - began_s,
+            cpu_s=used.ru_utime + used.ru_stime,
+        )
 
 
 if __name__ == "__main__":

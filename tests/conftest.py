@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,13 +53,16 @@ def _segments() -> set[str]:
 def _processes_left() -> list[str]:
     gc.collect()  # A data loader in a cycle ends its processes when it is collected.
     helpers = ("resource_tracker", "forkserver")  # Python's own; they end with us.
+    ours = "tests.support_forks"  # It ends with us as well; what it has forked has its command line, and does not.
     deadline_s = time.monotonic() + 30.0  # Those that are ending may take a while on a busy machine.
     while True:
         left = []
         for child in psutil.Process().children(recursive=True):
             try:
                 command = " ".join(child.cmdline())
-                if child.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in helpers):
+                if child.status() == psutil.STATUS_ZOMBIE or any(name in command for name in helpers):
+                    continue
+                if ours not in command or child.ppid() != os.getpid():
                     left.append(f"process {child.pid} ({command[:80]})")
             except psutil.Error:
                 continue

@@ -1,14 +1,12 @@
 """Real ranks on gloo, each a process: a module is run once for each, and each says one thing as JSON.
 
-The module calls `join` with the folder it was given, and `say` with what it has found.
+They are forked from one process that has imported torch and strata already. The module calls `join` with the folder it was given, and `say` with what it has found.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,13 @@ from typing import Any
 from torch import distributed
 
 from strata.torch_compat.groups import settle_at_exit
+from tests.support_forks import ForkServer
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 240.0
+RANKS = ForkServer(
+    *("strata.training.job", "strata.trainer.parallel", "strata.checkpoint.dcp", "tests.support_ranks"),
+    "torch._dynamo",  # FSDP2 imports it with the first model.
+)
 
 
 def ranks(
@@ -28,6 +30,7 @@ def ranks(
     world: int,
     environment: Mapping[str, str] | None = None,
     statuses: list[int] | None = None,
+    server: ForkServer = RANKS,
 ) -> list[Any]:
     """What each rank of `python -m MODULE FOLDER ARGUMENTS` has said, in rank order. With `statuses`, they end with those, and
     what they said is left in the folder."""
@@ -37,28 +40,27 @@ def ranks(
     for rank in range(world):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, str(folder), *arguments],
-                cwd=ROOT,
+            server.start(
+                module,
+                str(folder),
+                *arguments,
+                output=folder / f"output-{rank}",
                 env={
                     **os.environ,
                     **{name: str(value) for name, value in place.items()},
                     "OMP_NUM_THREADS": "1",
                     **(environment or {}),
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
             )
         )
     try:
-        output = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+        said = [process.communicate(LIMIT_S)[0] for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
     expected = [0] * world if statuses is None else statuses
-    assert [process.returncode for process in started] == expected, "\n".join(output)
+    assert [process.returncode for process in started] == expected, "\n".join(said)
     if statuses is not None:
         return []
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]

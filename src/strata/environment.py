@@ -61,6 +61,8 @@ KNOWN = frozenset(
         "STRATA_NOTIFY_RULES",
         "STRATA_NOTIFY_SECRET",
         "STRATA_OTEL_ENDPOINT",
+        "STRATA_PEERS",
+        "STRATA_PEER_BUDGET",
         "STRATA_POLICY",
         "STRATA_PRELOAD",
         "STRATA_PREVIEWS",

@@ -31,6 +31,7 @@ _ATTEMPTS = 1_000
 _NAMES = 8
 _RUN_NAME = "run"
 ROOT_VARIABLE = "STRATA_MEMORY_ROOT"
+RACK_VARIABLE = "STRATA_RACK"
 _SHARED_MEMORY = Path("/dev/shm")
 # Not /tmp, which may be memory as well, and does not survive a restart of the machine.
 _DISK = Path("/var/tmp")
@@ -54,6 +55,11 @@ def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
 def images_folder(root: Path | None = None) -> Path:
     """Holds a folder for each job's images (`strata.checkpoint.copying.staging`)."""
     return _own_folder(memory_root(root), f"strata-images-{os.getuid()}")
+
+
+def peers_folder(root: Path | None = None) -> Path:
+    """Holds a folder for each agent that keeps copies of other machines' images (`strata.checkpoint.peers`)."""
+    return _own_folder(memory_root(root), f"strata-peers-{os.getuid()}")
 
 
 def folder_name(job: str) -> str:
@@ -205,3 +211,8 @@ def forget_jobs(*jobs: str) -> None:
         for folder in [folder for name in names for folder in folders_of(name)]:
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(folder)
+
+
+def own_rack() -> str:
+    """What this machine is lost together with, where somebody has said so; empty where nobody has."""
+    return os.environ.get(RACK_VARIABLE, "").strip()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from strata.core import views
 from strata.core.jobs.safety import Copy, is_complete, kind_of, losses, safety_of, survives
+from strata.core.messages import JobId
+from tests.core.builders import NOTHING_TO_REPORT, Fleet
 
 
 def copy(step: int, kind: Any, host: str = "", **more: Any) -> Copy:
@@ -95,3 +99,22 @@ def test_asked_step_has_its_copies_near_to_far_and_where_it_is_safe() -> None:
 def test_tier_has_its_kind(tier: str, kind: str) -> None:
     assert kind_of(tier) == kind
     assert kind_of("LOCAL", is_on_network=True) == "network disk"
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics", "safe_in"),
+    [
+        ("replicated", {"snapshot_step": 90.0}, ("process", "machine")),
+        ("sharded", {"snapshot_step": 90.0}, ("process",)),
+        ("sharded", {"snapshot_step": 90.0, "peer_step": 90.0}, ("process", "machine")),
+    ],
+)
+def test_snapshots_on_two_machines_are_copies_of_a_replicated_state_and_parts_of_a_sharded_one(
+    kind: str, metrics: dict[str, float], safe_in: tuple[str, ...]
+) -> None:
+    fleet = Fleet()
+    for worker in ("w0", "w1"):
+        fleet.join(worker, "job", hostname=f"host-of-{worker}", metadata={"state": kind})
+        fleet.beat(worker, report=replace(NOTHING_TO_REPORT, step=95, metrics=metrics))
+    found = views.safety(fleet.cluster, JobId("job"), step=None, now_s=0.0, verified={})
+    assert (found.step, found.safe_in) == (90, safe_in)

@@ -86,6 +86,8 @@ def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
     page.see(role="article", name=f"Incident {incident['id']}", within_s=90)
     card = f"[aria-label='Incident {incident['id']}'] *"
     assert incident["rank"] == 1
+    (line,) = own.get("/api/logs?level=error&q=rank%201")
+    assert "was killed by SIGKILL" in line["message"], "one error for one failure, whoever noticed it first"
     page.see("rank 1 on", css=card)
     page.see(incident["text"][1:], css=card)
     page.see("recovered", css=card, within_s=60)

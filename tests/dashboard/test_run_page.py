@@ -200,8 +200,22 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
         "window.fetch = ((before) => (...args) => (args[0].url ?? String(args[0])).includes('from=')"
         " ? new Promise(() => {}) : before(...args))(window.fetch)"
     )
+    # In the turn in which the button is let go, before the page has followed: every chart, from more points than it had of this range.
+    page.evaluate(
+        "document.addEventListener('mouseup', () => queueMicrotask(() => queueMicrotask(() => queueMicrotask(() => {"
+        " window.atOnce = [location.search, ...document.querySelectorAll('[data-plot]')].map((each) => each.dataset?.points ?? each);"
+        " }))), { once: true })"
+    )
+    before = page.evaluate(
+        "[...document.querySelectorAll('[data-plot]')].map((each) => Number(each.dataset.points))"
+    )
     page.mouse((0.2, 0.5), (0.7, 0.5), held=True, **panel("loss", ".u-over"))
     page.until("new URLSearchParams(location.search).has('zoom')")
+    search, *points = page.evaluate("window.atOnce")
+    assert "zoom" not in search
+    of_loss = panels(page).index("loss")
+    assert before[of_loss] * 0.6 < int(points[of_loss])
+    assert all(int(now) != then for now, then in zip(points, before, strict=True)), "they are drawn together"
     first, last = map(int, query(page)["zoom"].split("-"))
     see_drawn(page, "loss")
     page.until(

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 from strata.cli.launching.validate import find_problems
 from strata.coordinator.notify.settings import read_notify
 from strata.coordinator.settings import read_settings
+from strata.diagnostics import health
 from strata.launch.recipes import read_recipes
 from tests.docs import commands
 from tests.docs.blocks import PAGES, ROOT, Block, Unclassified, blocks, every, of_page
@@ -169,6 +171,19 @@ def _recipe(text: str, folder: Path) -> str | None:
     return _problem(lambda: read_recipes(folder))
 
 
+def _entry_points(text: str, folder: Path) -> str | None:
+    """A package's own `pyproject.toml`: its groups are among those that are read."""
+
+    def read() -> None:
+        groups = tomllib.loads(text)["project"]["entry-points"]
+        points = [EntryPoint(n, v, g) for g, named in groups.items() for n, v in named.items()]
+        assert points
+        assert {point.group for point in points} <= {health.GROUP}
+        assert all(point.module and point.attr for point in points)
+
+    return _problem(read)
+
+
 def _problem(read: Callable[[], Any]) -> str | None:
     try:
         read()
@@ -184,6 +199,7 @@ READERS = {
     "coordinator": _coordinator,
     "notify": _notify,
     "recipe": _recipe,
+    "entry points": _entry_points,
 }
 
 

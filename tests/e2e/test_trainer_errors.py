@@ -24,6 +24,7 @@ from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually, run_in
+from tests.support_forks import ForkedProcess, ForkServer
 from tests.support_programs import program, require_root
 from tests.support_proxy import Proxy
 from tests.support_seaweed import seaweed
@@ -78,6 +79,9 @@ class Ended:
         assert "Traceback" not in self.told
 
 
+TRAINERS = ForkServer("strata.trainer.train", "obstore")
+
+
 class Training:
     """One trainer process, alone in its world."""
 
@@ -89,21 +93,22 @@ class Training:
         environment: Mapping[str, str],
         shared_memory: str | None = None,
     ) -> None:
-        command = [sys.executable, "-m", "elastic_harness.train", f"--config={folder}/config.yaml"]
-        if shared_memory is not None:
-            require_root("a file system is mounted")
-            mount = f'{program("mount")} -t tmpfs -o size={shared_memory} tmpfs /dev/shm && exec "$@"'
-            command = [program("unshare"), "--mount", program("sh"), "-c", mount, "sh", *command]
+        module, config = "elastic_harness.train", f"--config={folder}/config.yaml"
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
         told = {name: str(value) for name, value in {**place, **at, "OMP_NUM_THREADS": 1}.items()}
+        env = {**os.environ, **told, "AWS_EC2_METADATA_DISABLED": "true", **environment}
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if shared_memory is None:
+            self.process = TRAINERS.start(module, config, output=self.out, errors=self.err, env=env)
+            return
+        require_root("a file system is mounted")
+        mount = f'{program("mount")} -t tmpfs -o size={shared_memory} tmpfs /dev/shm && exec "$@"'
+        isolated = [program("unshare"), "--mount", program("sh"), "-c", mount, "sh"]
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = subprocess.Popen(
-                command,
-                env={**os.environ, **told, "AWS_EC2_METADATA_DISABLED": "true", **environment},
-                stdout=out,
-                stderr=err,
+                [*isolated, sys.executable, "-m", module, config], env=env, stdout=out, stderr=err
             )
 
     @property

@@ -20,6 +20,7 @@ from strata.integrations.huggingface import StrataCallback
 from strata.integrations.loading import CannotPromise
 from strata.training.job import ElasticOptions
 from tests.support import Coordinator, eventually
+from tests.support_forks import ForkServer
 from tests.support_ranks import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -204,18 +205,27 @@ def test_streams_own_checkpoints_and_batches_that_do_not_divide_are_refused(tmp_
         alone.train()
 
 
+TRAINERS = ForkServer(
+    "strata.integrations.huggingface", "transformers.trainer", "tests.support_ranks", "torch._dynamo"
+)
+
+
+def on_two_ranks(folder: Path, *arguments: str) -> list[Any]:
+    return ranks("tests.integrations.huggingface_script", *arguments, folder=folder, world=2, server=TRAINERS)
+
+
 @pytest.mark.timeout(600)
 def test_shards_of_fsdp2_are_saved_by_their_ranks_and_resumed(tmp_path: Path) -> None:
-    for each in ranks("tests.integrations.huggingface_script", "2", "3", folder=tmp_path, world=2):
+    for each in on_two_ranks(tmp_path, "2", "3"):
         assert (each["began"], each["steps"]) == (0, [3, 2])
         assert each["saved"] == each["weight"]
-    for each in ranks("tests.integrations.huggingface_script", "2", "5", folder=tmp_path, world=2):
+    for each in on_two_ranks(tmp_path, "2", "5"):
         assert (each["began"], each["steps"]) == (3, [5, 4])
         assert each["saved"] == each["weight"]
 
 
 @pytest.mark.timeout(600)
 def test_fsdp1_is_refused_when_training_begins(tmp_path: Path) -> None:
-    for each in ranks("tests.integrations.huggingface_script", "1", "3", folder=tmp_path, world=2):
+    for each in on_two_ranks(tmp_path, "1", "3"):
         assert "FSDP1" in each["refused"]
         assert "fully_shard" in each["refused"]

@@ -22,6 +22,11 @@ starts anew while a checkpoint exists; retention removes only what nobody could 
 final state in every destination; and the history of the checkpoints has every sample exactly once. Of sharded state: what is
 restored is one checkpoint's, slice by slice; a save never costs the last complete snapshot, whenever it is cut off; a
 manifest lists only parts that are there; nothing is loaded that is not all there; and no save is skipped for ever.
+
+In most simulations agents keep copies of snapshots for other machines (`strata.core.jobs.peers`). They are sent by coroutines of
+the machines, which outlive lives: late, in part, over images that are overwritten meanwhile, to copy_tables that are full and machines that are
+lost. Checked of them: copies are where another failure domain is, if there is one; nothing that a superseded generation sends is kept; and a
+snapshot that the loss of any one machine leaves complete is not given up before there is a newer such one.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -60,6 +65,7 @@ from strata.core.jobs.job import (
     Survey,
 )
 from strata.core.jobs.lineage import Placement, removable
+from strata.core.jobs.peers import PEER, Accepted, Copy, CopyTable, Peer, targets
 from strata.core.jobs.runs import RENEW_S, SILENT_S, Claim, InUse, Take, Watch, is_superseded, judge
 from strata.core.types import CheckpointId
 
@@ -159,7 +165,7 @@ class Checkpoint:
         }
         return Checkpoint(**{**values, **changes})
 
-    def offer(self, *, tier: str, where: str, distance: int) -> Offer:
+    def offer(self, *, tier: str, where: str, distance: int, holder: str = "") -> Offer:
         placement = self.placement
         return Offer(
             checkpoint_id=placement.checkpoint_id,
@@ -176,6 +182,7 @@ class Checkpoint:
             is_sharded=bool(self.parts),
             part=self.part,
             parts=self.parts if self.part else (),
+            holder=holder,
         )
 
 
@@ -229,12 +236,29 @@ class Machine:
     generation: int = 0
     """The newest that has looked here."""
     memory_fails: bool = False
+    rack: str = ""
+    copy_table: CopyTable = field(default_factory=lambda: CopyTable(0))
+    """What its agent keeps for others,"""
+    copies: dict[Copy, Checkpoint] = field(default_factory=dict)
+    """and what is in it."""
+    sending: dict[tuple[int, CheckpointId], int] = field(default_factory=dict)
+    """Snapshots whose copies are on their way, by life: how many."""
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(machine=self.name, agent=self.name, rack=self.rack)
+
+    def in_copy_table(self) -> list[tuple[Copy, Checkpoint]]:
+        """All that is complete."""
+        found = [copy for copies in self.copy_table.complete.values() for copy in copies]
+        return [(copy, self.copies[copy]) for copy in found]
 
     def kept(self) -> list[Checkpoint]:
         """Everything that is in its memory."""
         slots = [slot for of_life in self.slots.values() for slot in of_life]
         sharded = [image.content for slot in slots for image in slot if image.content is not None]
-        return [image for held in self.images.values() for image in held] + sharded
+        copy_table = [checkpoint for _, checkpoint in self.in_copy_table()]
+        return [image for held in self.images.values() for image in held] + sharded + copy_table
 
 
 @dataclass(slots=True, eq=False)
@@ -269,6 +293,7 @@ class Life:
         self.is_frozen = False
         self.is_training = False
         self.is_saving = False
+        self.is_finishing = False
         self.rescuing = 0
         """Machines whose survivors are not done with it."""
         self.renewed_s = 0.0
@@ -403,7 +428,10 @@ class Life:
         )
         self.ledger.restore(loaded.data, checkpoint_id=loaded.checkpoint_id, durable=instruction.is_durable)
         self.sim.check_restored(self, loaded)
-        self.sim.tell(f"{self} resumes at step {self.step} from {instruction.load.offer.tier}")
+        sources = instruction.load.sources if isinstance(instruction.load, LoadShards) else ()
+        tiers = {source.offer.tier for source in sources} | {instruction.load.offer.tier}
+        self.sim.counts["restored from peers"] += self.sim.needed_peers(self, loaded)
+        self.sim.tell(f"{self} resumes at step {self.step} from {', '.join(sorted(tiers))}")
 
     def _survey(self, rank: int, machine: Machine) -> Survey:
         offers = self._offers_in_memory(rank, machine)
@@ -441,7 +469,41 @@ class Life:
         return [
             image.offer(tier=MEMORY, where=f"{machine.name}:{n}", distance=0)
             for n, image in enumerate(self.images_on(machine))
-        ]
+        ] + self._offers_on_shelves(rank, machine)
+
+    def _offers_on_shelves(self, rank: int, machine: Machine) -> list[Offer]:
+        """What the agent of this machine keeps; the first rank asks those of all others too."""
+        offers = []
+        for each in self.sim.machines if rank == 0 else [machine]:
+            if each not in self.sim.machines:
+                continue  # It was lost just now.
+            assert self.claim is not None
+            each.copy_table.fence(self.sim.run_name, self.claim.generation)
+            found = each.in_copy_table()
+            if each is not machine and each in self.machines:
+                found = found[:1]  # Offered by a rank that is there: it must not be counted twice.
+            else:
+                self.truth.setdefault(each.name, []).extend(checkpoint for _, checkpoint in found)
+            offers += [
+                checkpoint.offer(
+                    tier=PEER,
+                    where=f"peer {copy.slot}#{copy.checkpoint_id}@{each.name}",
+                    distance=0,
+                    holder="" if each is machine else each.name,
+                )
+                for copy, checkpoint in found
+            ]
+        return offers
+
+    def in_copy_table(self, where: str) -> Checkpoint | None:
+        """What is kept there now."""
+        slot, _, rest = where.removeprefix("peer ").partition("#")
+        name, _, holder = rest.partition("@")
+        for machine in self.sim.machines:
+            for copy, checkpoint in machine.in_copy_table():
+                if (machine.name, copy.slot, copy.checkpoint_id) == (holder, slot, name):
+                    return checkpoint
+        return None
 
     def _copy_of(self, rank: int, load: Load) -> Checkpoint | None:
         """What a rank would read for this load."""
@@ -449,6 +511,9 @@ class Life:
         if rank == load.source and load.offer.is_durable:
             destination = next(d for d in self.sim.destinations if d.name == load.offer.where)
             return destination.checkpoints.get(wanted)
+        where = load.offer.where if rank == load.source else load.images[load.mapped.index(rank)]
+        if where.startswith("peer "):
+            return self.in_copy_table(where)
         return next((i for i in self.images_on(self.machines[rank]) if i.checkpoint_id == wanted), None)
 
     def _restored(self) -> Checkpoint:
@@ -606,6 +671,19 @@ class Life:
             yield
             if not machine.memory_fails:
                 self._keep_image(machine, checkpoint.copy())
+                if any(i.generation == checkpoint.generation for i in self.images_on(machine)[:-1]):
+                    self.sim.settle(machine, checkpoint.generation)
+        first = self.machines[0]
+        image = next((i for i in self.images_on(first) if i.checkpoint_id == checkpoint.checkpoint_id), None)
+        if image is not None:
+            self.sim.send(
+                self,
+                first,
+                image,
+                slot=first.name,
+                holders={m.name for m in self.machines},
+                is_there=lambda: any(i is image for held in first.images.values() for i in held),
+            )
         if order.durable:
             upload = Upload(save=order, checkpoint=checkpoint)
             self.in_flight[checkpoint.checkpoint_id] = upload
@@ -719,6 +797,7 @@ class Life:
     # --- ending ---------------------------------------------------------------------------------------------
 
     def _finish(self) -> Steps:
+        self.is_finishing = True
         while True:
             yield
             stop = self._exchange()
@@ -735,6 +814,7 @@ class Life:
                 assert self.claim is not None
                 if not self.asked_to_leave:
                     for machine in self.machines:
+                        machine.copy_table.forget(self.sim.run_name, self.claim.generation)
                         self.images_on(machine).clear()
                         machine.slots.pop(self.number, None)
                 self._mark_ended()
@@ -800,7 +880,7 @@ class ShardedLife(Life):
             image.content.offer(tier=MEMORY, where=f"image {n}", distance=0)
             for n, image in enumerate(self._images_of(machine))
             if image.content is not None and here[n % len(here)] == rank
-        ]
+        ] + (self._offers_on_shelves(rank, machine) if rank == here[0] else [])
 
     def _images_of(self, machine: Machine) -> list[Image]:
         return [image for slot in machine.slots[self.number] for image in slot]
@@ -822,7 +902,10 @@ class ShardedLife(Life):
         """None: this one does not have it."""
         if source.machine:
             machine = next(m for m in self.machines if m.name == source.machine)
-            image = self._images_of(machine)[int(source.offer.where.removeprefix("image "))].content
+            if source.offer.tier == PEER:
+                image = self.in_copy_table(source.offer.where)
+            else:
+                image = self._images_of(machine)[int(source.offer.where.removeprefix("image "))].content
             if image is None:
                 return LoadReport(error="deleted", fault="copy", struck=(source.name,))
             if unit not in units_of(image.part):
@@ -893,6 +976,9 @@ class ShardedLife(Life):
             ),
             part=self.parts[rank],
             has_one_image=len(slot) == 1,
+            sending=frozenset(
+                name for number, name in self.machines[rank].sending if number == self.number and name in held
+            ),
         )
 
     def _begin_save(self, name: CheckpointId, now_ms: int, *, durable: bool) -> Save | None:
@@ -917,7 +1003,9 @@ class ShardedLife(Life):
         assert isinstance(skip, Skip)
         self.sim.counts["skipped"] += 1
         must(
-            bool(self.in_flight) or any(not image.is_free for slot in self.slots for image in slot),
+            bool(self.in_flight)
+            or any(not image.is_free for slot in self.slots for image in slot)
+            or any(machine.sending for machine in self.machines),
             f"{self} skips a save although nothing is under way: {skip.reason}",
         )
 
@@ -946,6 +1034,8 @@ class ShardedLife(Life):
         for machine in self.machines:
             slots = machine.slots[self.number]
             slots[:] = [slot for slot in slots if any(slot is own for own in self.slots)]
+            assert self.claim is not None
+            self.sim.settle(machine, self.claim.generation)
 
     def _save_part(self, rank: int, image: Image, upload: Upload) -> Steps:
         """Copy, mark, upload."""
@@ -954,10 +1044,19 @@ class ShardedLife(Life):
         sim.overwrite(self, image)
         for _ in range(sim.random.randint(1, 4)):
             yield
-        if not machine.memory_fails and machine.generation <= upload.checkpoint.generation:
-            image.content = upload.checkpoint.copy(part=part)
-        image.is_written = False
         writes = self.parts.index(part) == rank
+        if not machine.memory_fails and machine.generation <= upload.checkpoint.generation:
+            image.content = content = upload.checkpoint.copy(part=part)
+            if writes:
+                sim.send(
+                    self,
+                    machine,
+                    content,
+                    slot=f"{machine.name}/{rank}",
+                    holders={m.name for m, p in zip(self.machines, self.parts, strict=True) if p == part},
+                    is_there=lambda: image.content is content,
+                )
+        image.is_written = False
         for name, writers in upload.writers.items():
             destination = next(d for d in sim.destinations if d.name == name)
             for _ in range(destination.slowness if writes else 0):
@@ -1128,8 +1227,8 @@ class MachineAgent:
         )
         yield  # Here a newer generation may take over, look, and write its fence.
         looked = sim.first_looked.setdefault(wanted, destination.looked)
-        published = copies[0].copy(looked=looked, part="", intact=all(copy.intact for copy in copies))
-        must(published.intact, f"{self} publishes {wanted}, which is damaged in memory")
+        # As it was when it was verified: what becomes of the image afterwards does not matter.
+        published = copies[0].copy(looked=looked, part="")
         base = published.data.base
         must(base is None or base in sim.ever_durable, f"{wanted} continues {base}, which never existed")
         sim.check_parts(self.life, destination, published)
@@ -1172,6 +1271,16 @@ class Simulation:
         ]
         self.machines = [Machine(name=f"m{n}") for n in range(pick(1, 3))]
         self.machines_made = len(self.machines)
+        self.peer_copies = self.random.choice([0, 1, 1, 1, 2])
+        self.copy_table_bytes = self.random.choice([100, 100, 100, 3])
+        """An image has one."""
+        self.has_racks = self.chance(0.3)
+        self.senders: list[tuple[Machine, Steps]] = []
+        """Of the machines' agents."""
+        self.copies_given_up = False
+        """Some copy was refused, given up or lost: what was safe may not be any longer."""
+        for machine in self.machines:
+            self._furnish(machine)
         self.lives: list[Life] = []
         self.agents: list[MachineAgent] = []
         self.fenced_generations: set[int] = set()
@@ -1203,6 +1312,10 @@ class Simulation:
                 "older",
                 "rescued",
                 "rescued furthest",
+                "copies",
+                "copies refused",
+                "copies cut off",
+                "restored from peers",
                 "finished by agent",
                 "resumed from agent",
                 "agent refused",
@@ -1277,6 +1390,12 @@ class Simulation:
                 self.tell(f"{life} wakes up")
         alive = [life for life in self.lives if life.is_alive]
         self.now_s += TICK_S / 4
+        if self.senders and self.chance(0.3):
+            machine, task = self.random.choice(self.senders)
+            try:
+                next(task)
+            except StopIteration:
+                self.senders.remove((machine, task))
         if self.agents and self.chance(0.4):
             self._advance_agent()
             return
@@ -1320,7 +1439,8 @@ class Simulation:
             self.agents.remove(agent)
 
     def start_life(self, *, launch: str) -> None:
-        if all(life.is_over for life in self.lives) and self.faults_left and self.chance(0.15):
+        is_idle = all(life.is_over for life in self.lives) and not self.agents
+        if is_idle and self.faults_left and self.chance(0.15):
             self._remove_newest()
         least = len(self.machines) if self.is_sharded and self.chance(0.6) else 1
         machines = self.random.sample(self.machines, self.random.randint(least, len(self.machines)))
@@ -1353,6 +1473,7 @@ class Simulation:
                 "damage memory",
                 *(["damage all"] if self.chance(0.2) else []),
                 *(["damage part", "delete images"] if self.is_sharded else []),
+                *(["peer"] if self.peer_copies else []),
                 "down",
                 "memory",
                 "leave",
@@ -1375,6 +1496,9 @@ class Simulation:
                     life.lose_ranks(left if self.chance(0.5) else (), f"is lost with {lost.name}")
             self.machines.append(Machine(name=f"m{self.machines_made}"))
             self.machines_made += 1
+            self._furnish(self.machines[-1])
+            self.senders = [(machine, task) for machine, task in self.senders if machine is not lost]
+            self.copies_given_up = True
         elif kind == "freeze" and current.is_alive:
             self.counts["zombies"] += 1
             current.is_frozen = True
@@ -1398,6 +1522,7 @@ class Simulation:
         elif kind == "delete images":
             machine = self.random.choice(self.machines)
             self.tell(f"the images of {machine.name} are deleted")
+            self.copies_given_up = True
             for image in [i for slots in machine.slots.values() for slot in slots for i in slot]:
                 if image.content is not None:  # Somebody may be about to read it.
                     image.content.intact, image.content = False, None
@@ -1410,9 +1535,181 @@ class Simulation:
         elif kind == "memory":
             machine = self.random.choice(self.machines)
             machine.memory_fails = not machine.memory_fails
+            self.copies_given_up = True
+        elif kind == "peer":
+            # An agent ends, and another starts in its place: what it kept is lost.
+            machine = self.random.choice(self.machines)
+            machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
+            machine.copy_table.fence(self.run_name, machine.generation)
+            self.copies_given_up = True
+            self.tell(f"the agent of {machine.name} ends, with all copies")
         elif kind == "leave" and current.is_alive:
             current.asked_to_leave = True
             self.tell(f"{current} is asked to leave")
+
+    # --- copies on other machines -----------------------------------------------------------------------------
+
+    def _furnish(self, machine: Machine) -> None:
+        """Give a new machine what its agent needs; some have copies of another run."""
+        machine.copy_table = CopyTable(self.copy_table_bytes)
+        machine.rack = self.random.choice(["r1", "r2"]) if self.has_racks else ""
+        if self.peer_copies and self.chance(0.2):
+            foreign = Copy(
+                run="run-2",
+                slot="foreign",
+                checkpoint_id=CheckpointId("foreign"),
+                generation=99,
+                sequence=1,
+                size_bytes=1,
+            )
+            machine.copy_table.begin(foreign)
+            machine.copy_table.finish(foreign)
+            machine.copies[foreign] = self._foreign()
+
+    def send(
+        self,
+        life: Life,
+        machine: Machine,
+        image: Checkpoint,
+        *,
+        slot: str,
+        holders: set[str],
+        is_there: Callable[[], bool],
+    ) -> None:
+        """A machine's agent has heard of a snapshot."""
+        if not self.peer_copies or machine not in self.machines:
+            return
+        key = (life.number, image.checkpoint_id)
+        machine.sending[key] = machine.sending.get(key, 0) + 1
+        self.senders.append((machine, self._send(key, machine, image, slot, holders, is_there)))
+
+    def _send(
+        self,
+        key: tuple[int, CheckpointId],
+        machine: Machine,
+        image: Checkpoint,
+        slot: str,
+        holders: set[str],
+        is_there: Callable[[], bool],
+    ) -> Steps:
+        yield
+        is_patient = not (self.faults_left and self.chance(0.1))
+        if not is_patient:  # Nobody waits for it any longer.
+            self._sent(machine, key)
+            self.copies_given_up = True
+        refusing: set[str] = set()
+        roster = [each.peer for each in self.machines]
+        chosen = targets(machine.name, holders, roster, copies=self.peer_copies)
+        self._check_placed(machine, holders, chosen, roster)
+        for peer in chosen:
+            there = next((each for each in self.machines if each.name == peer.machine), None)
+            outcome = "lost" if there is None else (yield from self._copy_to(there, image, slot, is_there))
+            if outcome != "complete":
+                refusing.add(peer.machine)
+                self.copies_given_up = True
+        if is_patient:
+            self._sent(machine, key)
+
+    def _sent(self, machine: Machine, key: tuple[int, CheckpointId]) -> None:
+        machine.sending[key] -= 1
+        if not machine.sending[key]:
+            del machine.sending[key]
+
+    def _copy_to(
+        self, there: Machine, image: Checkpoint, slot: str, is_there: Callable[[], bool]
+    ) -> Generator[None, None, str]:
+        copy = Copy(
+            run=image.placement.run,
+            slot=slot,
+            checkpoint_id=image.checkpoint_id,
+            generation=image.generation,
+            sequence=image.placement.sequence,
+            size_bytes=1,
+        )
+        copy_table, safe = there.copy_table, self.safe()
+        answer = copy_table.begin(copy)
+        if not isinstance(answer, Accepted):
+            self.counts["copies refused"] += 1
+            self.tell(f"{there.name} refuses {slot} of {copy.checkpoint_id}: {answer.reason}")
+            return "refused"
+        self.check_safe(safe, f"the arrival of {copy.checkpoint_id} at {there.name}")
+        if answer.is_there:
+            return "complete"
+        for _ in range(self.random.randint(1, 12)):
+            yield
+            is_cut = not image.intact or (bool(self.faults_left) and self.chance(0.02))
+            if is_cut or not is_there() or there not in self.machines or there.copy_table is not copy_table:
+                # What was sent is not what its digests say, or not all of it; who is lost has nothing.
+                copy_table.abandon(copy)
+                self.counts["copies cut off"] += 1
+                return "cut off"
+        if copy_table.finish(copy) is not None:
+            return "refused"
+        there.copies[copy] = image.copy(looked=there.generation)
+        self.counts["copies"] += 1
+        self.tell(f"{slot} of {copy.checkpoint_id} is with {there.name}")
+        return "complete"
+
+    def _check_placed(
+        self, machine: Machine, holders: set[str], chosen: list[Peer], roster: list[Peer]
+    ) -> None:
+        must(
+            not {peer.machine for peer in chosen} & {machine.name, *holders},
+            f"a copy of what {machine.name} has is sent to one who has it",
+        )
+        domains = {peer.machine: peer.domain for peer in roster}
+        have = {domains.get(name, name) for name in holders} | {peer.domain for peer in chosen}
+        must(
+            len(have) > 1 or len({peer.domain for peer in roster}) == 1,
+            f"all copies of {machine.name} are in one failure domain, and there are others",
+        )
+
+    def needed_peers(self, life: Life, loaded: Checkpoint) -> bool:
+        """Whether it could not have been restored but for copies."""
+        copy_tables = {
+            id(checkpoint) for machine in self.machines for _, checkpoint in machine.in_copy_table()
+        }
+        without = [
+            copy
+            for copies in life.truth.values()
+            for copy in copies
+            if copy.checkpoint_id == loaded.checkpoint_id and id(copy) not in copy_tables
+        ]
+        return not complete(without, intact=True)
+
+    def settle(self, machine: Machine, generation: int) -> None:
+        if machine in self.machines:
+            machine.copy_table.settle(self.run_name, generation)
+
+    def safe(self) -> tuple[int, int] | None:
+        """The newest snapshot that the loss of any one machine would leave complete in the others' memories."""
+        units: dict[tuple[int, int], dict[str, set[int]]] = {}
+        for machine in self.machines:
+            for copy in machine.kept():
+                if copy.placement.run == self.run_name:
+                    held = units.setdefault(copy.order, {})
+                    held.setdefault(machine.name, set()).update(copy.units(intact=True))
+        return max(
+            (
+                order
+                for order, held in units.items()
+                if all(
+                    set().union(*(u for name, u in held.items() if name != lost.name)) >= UNITS
+                    for lost in self.machines
+                )
+            ),
+            default=None,
+        )
+
+    def check_safe(self, before: tuple[int, int] | None, what: str) -> None:
+        """What no single loss could have cost stays so, within a generation, unless something has gone wrong with copies."""
+        newest = max((m.generation for m in self.machines), default=0)
+        is_sure = self.is_sharded and self.peer_copies and self.images_per_rank > 1
+        is_sure = is_sure and before is not None and before[0] == newest
+        if before is None or not is_sure or self.copies_given_up:
+            return
+        after = self.safe()
+        must(after is not None and after >= before, f"{what} costs {before}, which was safe; now {after} is")
 
     def perhaps_lose_a_destination(self) -> None:
         """Just when it is needed."""
@@ -1473,12 +1770,13 @@ class Simulation:
 
     def _place_foreign_checkpoint(self) -> None:
         """Somebody has copied a checkpoint of another run into the folder; it looks newer than anything."""
+        self.destinations[0].checkpoints[CheckpointId("foreign")] = self._foreign()
+
+    def _foreign(self) -> Checkpoint:
         foreign = Placement(
             checkpoint_id=CheckpointId("foreign"), run="run-2", generation=99, sequence=1, lineage="foreign"
         )
-        self.destinations[0].checkpoints[foreign.checkpoint_id] = Checkpoint(
-            placement=foreign, step=9999, trained=(9,), data=DataCommit()
-        )
+        return Checkpoint(placement=foreign, step=9999, trained=(9,), data=DataCommit())
 
     # --- what must hold -------------------------------------------------------------------------------------
 
@@ -1494,6 +1792,7 @@ class Simulation:
         self.fenced_generations.add(life.claim.generation)
         for machine in life.machines:
             machine.generation = max(machine.generation, life.claim.generation)
+            machine.copy_table.fence(self.run_name, life.claim.generation)
 
     def has_newer(self, life: Life) -> bool:
         assert life.claim is not None
@@ -1540,8 +1839,10 @@ class Simulation:
         """The mark of an image is removed. From here on, a crash must not cost more than what is being made."""
         images = [i for m in life.machines for slot in m.slots[life.number] for i in slot]
         assert life.claim is not None
-        before = self._last_complete(life, images)
+        before, safe = self._last_complete(life, images), self.safe()
         image.content = None
+        if not life.is_finishing:
+            self.check_safe(safe, f"a save of {life}")
         must(
             before is None or self.images_per_rank == 1 or self._last_complete(life, images) == before,
             f"{life} overwrites a part of {before}, the last complete snapshot",

@@ -33,6 +33,7 @@ from strata.core.jobs.job import (
     Survey,
 )
 from strata.core.jobs.lineage import Lineage
+from strata.core.jobs.peers import PEER, Accepted, Copy, CopyTable, Peer, targets
 from strata.core.jobs.runs import Claim, Take
 from strata.core.types import CheckpointId
 from tests.sim import job as sim
@@ -61,11 +62,12 @@ def test_a_restart_never_costs_what_was_saved(seeds: range) -> None:
         expected |= {"resumed": 100, "anew": 50, "stopped": 5, "removed": 200}
         expected |= {"skipped": 200, "resharded": 20, "filled": 2, "older": 2}
         expected |= {"rescued": 30, "rescued furthest": 5}
+        expected |= {"copies": 150, "copies refused": 20, "copies cut off": 100, "restored from peers": 2}
         expected |= {
-            "finished by agent": 20,
-            "resumed from agent": 5,
-            "agent refused": 20,
-            "agents killed": 10,
+            "finished by agent": 12,
+            "resumed from agent": 2,
+            "agent refused": 8,
+            "agents killed": 5,
         }
         for what, least in expected.items():
             assert counts[what] > least, f"only {counts[what]} {what}"
@@ -155,6 +157,54 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, CheckpointId(checkpoint_id.partition("-")[2]), step=step)
 
     wrapping(JobProtocol, "rescue", rescue)(monkeypatch)
+
+
+@mistake("a save does not wait for the copies of the snapshot before it", sharded=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_job, "_being_sent", lambda ready, keep: "")
+
+
+@mistake("an arriving copy takes the place of the newest complete one", sharded=True)
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(original: Any, self: CopyTable, copy: Copy) -> Any:
+        answer = original(self, copy)
+        if isinstance(answer, Accepted) and not answer.is_there:
+            self.complete.pop(copy.slot, None)
+        return answer
+
+    wrapping(CopyTable, "begin", begin)(monkeypatch)
+
+
+@mistake("what a superseded generation sends is kept")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyTable, "fence", lambda self, run, generation: None)
+
+
+@mistake("a superseded generation gives up the copies of those before it")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settle(original: Any, self: CopyTable, run: str, generation: int) -> Any:
+        return original(self, run, max(generation, self.generations.get(run, 0)))
+
+    wrapping(CopyTable, "settle", settle)(monkeypatch)
+
+
+@mistake("copies stay in the rack of those who made them")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def near(sender: str, holders: Any, roster: Any, *, copies: int) -> list[Peer]:
+        roster = list(roster)
+        racks = {peer.rack for peer in roster if peer.machine == sender}
+        return targets(sender, holders, [peer for peer in roster if peer.rack in racks], copies=copies)
+
+    monkeypatch.setattr(sim, "targets", near)
+
+
+@mistake("copies on other machines are not looked for")
+def _(monkeypatch: pytest.MonkeyPatch) -> None:
+    def surveyed(original: Any, self: JobProtocol, surveys: Sequence[Survey]) -> Any:
+        blind = [replace(s, offers=tuple(o for o in s.offers if o.tier != PEER)) for s in surveys]
+        return original(self, blind)
+
+    wrapping(JobProtocol, "surveyed", surveyed)(monkeypatch)
 
 
 @mistake("a rescue is older than what was saved before it")

@@ -7,6 +7,8 @@ model in tensor parallel. `adam` is a small network under DDP, whose parameters 
 With SCHEDULE in the environment, a list of `[world, first, end]`, nothing is recovered: so many ranks train these steps of kind `adam`,
 and hand their state on.
 
+With PEERS in the environment (`peer`, `peer:2`), snapshots are copied to other machines as well.
+
 What it does is written to FOLDER/log, a line each, also that it is a spare or waits; FOLDER/faults-SLOT may hold Python that is run after every step.
 """
 
@@ -121,17 +123,20 @@ def train(run: Run) -> None:
     sampler = strata.ElasticSampler(SAMPLES, global_batch_size=BATCH, dataset="numbers", seed=5)
     loader = strata.ElasticLoader(data, sampler, num_workers=LOADER_PROCESSES)
     model, optimizer, mesh = build(run)
-    options = ElasticOptions(snapshot_every=20, save_every=100)
+    options = ElasticOptions(snapshot_every=20, save_every=int(os.environ.get("SAVE_EVERY", "100")))
+    peers = [name] if (name := os.environ.get("PEERS")) else []
     with strata.elastic(
         model=model,
         optimizer=optimizer,
         data=loader,
-        checkpoints=str(FOLDER / "checkpoints"),
+        checkpoints=[*peers, str(FOLDER / "checkpoints")],
         max_steps=MAX_STEPS,
         mesh=mesh,
         options=options,
     ) as job:
-        note(resumed=job.step, lost=job.recovery.lost_steps if job.recovery is not None else 0)
+        recovery = job.recovery
+        lost, tier = (recovery.lost_steps, recovery.tier) if recovery is not None else (0, "")
+        note(resumed=job.step, lost=lost, tier=tier)
         for batch in job:
             loss = model(batch.data).sum() / max(len(batch.data), 1)
             (loss * batch.weight).backward()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import torch
 from strata import CheckpointManager
 from strata.training import ElasticOptions
 from strata.training.replicas import _Digest
+from tests.support_ranks import RANKS
 from tests.training.loops import BATCH, SAMPLES, steps_in
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
 STEPS = 2 * SAMPLES // BATCH
 
 
@@ -35,25 +33,14 @@ class Ended:
 def train(folder: Path, *faults: str, world: int = 3) -> Ended:
     folder.mkdir(exist_ok=True)
     processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.training.replica_script",
-                str(rank),
-                str(world),
-                str(folder),
-                *faults,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
+        RANKS.start(
+            *("tests.training.replica_script", str(rank), str(world), str(folder), *faults),
+            output=folder / f"output-{rank}",
         )
         for rank in range(world)
     ]
     try:
-        said = [process.communicate(timeout=200)[0] for process in processes]
+        said = [process.communicate(200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

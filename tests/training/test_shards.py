@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ from strata.checkpoint.importing import adopt
 from strata.stores import open_store
 from strata.training.state import MODEL
 from tests.support import eventually
+from tests.support_forks import ForkedProcess
+from tests.support_ranks import RANKS
 from tests.training.shard_script import BATCH, SAMPLES
 
 pytestmark = pytest.mark.timeout(600)
@@ -66,14 +67,14 @@ def started(
     steps: int = STEPS,
     die_at: int = -1,
     env: dict[str, str] | None = None,
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[list[ForkedProcess]]:
     """The ranks of one start of the job, which end with the context."""
     folder.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.shard_script", kind, str(folder), str(steps), str(die_at)],
-            cwd=ROOT,
+        RANKS.start(
+            *("tests.training.shard_script", kind, str(folder), str(steps), str(die_at)),
+            output=folder / f"output-{store.port}-{rank}",
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -86,9 +87,6 @@ def started(
                 "OMP_NUM_THREADS": "1",
                 **(env or {}),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(world)
     ]
@@ -100,12 +98,12 @@ def started(
             process.communicate()
 
 
-def ended(ranks: list[subprocess.Popen[str]]) -> Ended:
+def ended(ranks: list[ForkedProcess]) -> Ended:
     outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    return Ended(codes=[process.returncode for process in ranks], outputs=outputs)
+    return Ended(codes=[process.wait() for process in ranks], outputs=outputs)
 
 
-def kill_one(ranks: list[subprocess.Popen[str]], victim: subprocess.Popen[str]) -> Ended:
+def kill_one(ranks: list[ForkedProcess], victim: ForkedProcess) -> Ended:
     """Kill one rank; the others are ended as an agent does it, for they may still be waiting to meet that one."""
     victim.kill()
     victim.wait()

@@ -27,7 +27,7 @@ from tests.training.test_metrics import Collected
         ("NVIDIA A10G", None),
         ("NVIDIA H100 NVL", 835e12),
         ("Tesla V100-PCIE-16GB", 112e12),
-        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10", None),
         ("Tesla V100-SXM2-16GB", 125e12),
         ("NVIDIA GeForce RTX 4090", None),
         ("", None),

@@ -7,10 +7,29 @@ import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from strata.core.jobs.peers import copies_wanted
 from strata.stores import open_store, store_from_env
 from strata.stores.protocol import Store
 
 Destination: TypeAlias = "str | os.PathLike[str] | Store"
+
+
+def without_peers(
+    path: Destination | Sequence[Destination] | None,
+) -> tuple[int, Destination | Sequence[Destination] | None]:
+    """How many copies in other machines' memory are wanted (`peer`, `peer:2`), and the destinations. Raises `ValueError`."""
+    if path is None:
+        return 0, None
+    named = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    wanted = [copies_wanted(each) if isinstance(each, str) else None for each in named]
+    copies = [each for each in wanted if each is not None]
+    if len(copies) > 1:
+        raise ValueError(
+            "'peer' is named twice among the checkpoints: say once how many copies, as in 'peer:2'"
+        )
+    if not copies:
+        return 0, path
+    return copies[0], [each for each, number in zip(named, wanted, strict=True) if number is None]
 
 
 def open_stores(path: Destination | Sequence[Destination] | None) -> list[Store]:

@@ -6,14 +6,11 @@ destination that does not answer is reported as unknown, never as empty.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import Manifest
@@ -22,26 +19,10 @@ from strata.checkpoint.verify import verify_store
 from strata.core.jobs.safety import Copy, Safety, kind_of, safety_of
 from strata.errors import StrataError
 from strata.files import is_on_network
-from strata.shared_memory import images_folder, memory_roots
+from strata.shared_memory import images_folder, memory_roots, own_rack, peers_folder
 from strata.stores.protocol import Store
 
-RACK_VARIABLE = "STRATA_RACK"
-_PEERS = "strata.checkpoint.peers.link"
 _MARK = "mark.json"
-
-
-class HeldCopy(Protocol):
-    """What an agent says of a copy that it holds for others."""
-
-    run: str
-    step: int
-    sequence: int
-    checkpoint_id: str
-    part: str
-    parts: Sequence[str]
-    is_complete: bool
-    host: str
-    rack: str
 
 
 def locate(stores: Sequence[Store], *, step: int | None = None, verify: bool = False) -> Safety:
@@ -84,7 +65,7 @@ def _stored(store: Store, entry: Entry) -> Copy:
         saved_at=manifest.created_at,
         kind=kind,
         host=socket.gethostname() if kind == "disk" else "",
-        rack=os.environ.get(RACK_VARIABLE, "") if kind == "disk" else "",
+        rack=own_rack() if kind == "disk" else "",
         where=path,
     )
 
@@ -107,7 +88,7 @@ def _in_memory(run: str) -> Iterator[Copy]:
                 saved_at=manifest.created_at,
                 kind="memory",
                 host=socket.gethostname(),
-                rack=os.environ.get(RACK_VARIABLE, ""),
+                rack=own_rack(),
                 where=str(snapshot.path),
                 part=marked.part if marked is not None else "",
                 parts=marked.parts if marked is not None else (),
@@ -115,27 +96,30 @@ def _in_memory(run: str) -> Iterator[Copy]:
 
 
 def _held_by_peers(run: str) -> list[Copy]:
-    """What agents hold in memory for other machines, where this process can ask one."""
-    if importlib.util.find_spec(_PEERS.rpartition(".")[0]) is None:
-        return []
-    opened: Any = importlib.import_module(_PEERS).PeerLink.open()
-    if opened is None:
-        return []
-    held: Sequence[HeldCopy] = opened.copies(run=run)
+    """What agents hold in memory for other machines, as far as one of this user's on this machine knows."""
+    from strata.checkpoint.peers.link import HeldCopy, PeerLink
+    from strata.checkpoint.peers.wire import PeerError
+
+    held: dict[tuple[str, str, str], HeldCopy] = {}
+    for root in memory_roots():
+        for path in sorted(peers_folder(root).glob("*/socket")):
+            with suppress(PeerError):  # Its agent has ended.
+                for each in PeerLink(str(path)).copies(run):
+                    held[each.agent, each.slot, each.checkpoint_id] = each
     return [
         Copy(
             checkpoint_id=each.checkpoint_id,
             step=each.step,
-            saved_at=each.sequence
-            / 1000,  # At least the time, in milliseconds: see `strata.core.jobs.lineage`.
+            # At least the time, in milliseconds: see `strata.core.jobs.lineage`.
+            saved_at=each.sequence / 1000,
             kind="peer",
             host=each.host,
             rack=each.rack,
             where=f"the memory of {each.host}",
             part=each.part,
-            parts=tuple(each.parts),
+            parts=each.parts,
         )
-        for each in held
+        for each in held.values()
         if each.is_complete
     ]
 

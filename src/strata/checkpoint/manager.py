@@ -166,12 +166,13 @@ class CheckpointManager:
         admit: Callable[[Store], None] | None = None,
         adopt: Callable[[str], int | None] | None = None,
         board: Board | None = None,
+        on_kept: Callable[[Manifest, str], None] | None = None,
     ) -> None:
         """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
         names (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is asked before a
         manifest is put into a store, and raises where this process may not publish any more. `adopt` gives the step of a `.pt` file without
         a manifest, by its name, and None for one that is no checkpoint: such files can be restored too. `board` is how the ranks that
-        save a sharded state report to each other."""
+        save a sharded state report to each other. `on_kept` is called with each snapshot in memory and its path, on a thread of the manager's."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -201,6 +202,7 @@ class CheckpointManager:
             on_published=self._clean,
             on_ended=self._ended,
             admit=admit,
+            on_kept=on_kept,
         )
 
     # Saving

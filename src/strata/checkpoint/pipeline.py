@@ -326,8 +326,11 @@ class Pipeline:
         on_published: Callable[[Store, Entry], None],
         on_ended: Callable[[Save, SaveFailed | None], None],
         admit: Callable[[Store], None] | None = None,
+        on_kept: Callable[[Manifest, str], None] | None = None,
     ) -> None:
+        """`on_kept` is called with each snapshot in memory and its path, as soon as it is one."""
         self._policy = policy
+        self._on_kept = on_kept
         self._observer = observer
         self._on_published = on_published
         self._on_ended = on_ended
@@ -533,7 +536,8 @@ class Pipeline:
         try:
             self._check_wanted(save)
             part = Part(key=save.key, size_bytes=save.size_bytes, digest=digest)
-            path = payload.keep(replace(save.draft, parts=(part,)))
+            manifest = replace(save.draft, parts=(part,))
+            path = payload.keep(manifest)
         except _GivenUp:
             pass
         except Exception as error:
@@ -542,6 +546,8 @@ class Pipeline:
         else:
             if path is not None:
                 self._arrived(save, MEMORY, path)
+                if self._on_kept is not None:
+                    self._on_kept(manifest, path)
         return digest
 
     def _check_wanted(self, save: Save) -> None:

@@ -70,6 +70,15 @@ def sharded(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> 
 
 
 @app.command()
+def peers(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Copies of snapshots in other machines' memory: sending, restoring, a lost machine, beside bare TCP and S3."""
+    from strata.bench.checkpoint import peer_memory
+    from strata.bench.table import report
+
+    report("Copies in other machines' memory", peer_memory.run(quick=quick), as_json=as_json)
+
+
+@app.command()
 def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False, gpu: Gpu = False) -> None:
     """From the loss of a process or a node to the first step after it, beside plain torchrun."""
     _check_moved("--peers" if peers else "", "benchmarks.recovery")

@@ -488,8 +488,8 @@ def _stored_copies(
 def _copies_in_memory(
     cluster: Cluster, members: list[Member], name: str, kind: Literal["memory", "peer"], *, now_s: float
 ) -> list[Copy]:
-    """The newest snapshot that every machine which makes any has. What each has counts as a part: of sharded state it is one, and
-    whether the state is sharded is not known here."""
+    """The newest snapshot that every machine which makes any has. Where the state is replicated each has all of it; else what each has
+    counts as a part."""
     steps: dict[str, int] = {}
     racks: dict[str, str] = {}
     for member in members:
@@ -500,6 +500,7 @@ def _copies_in_memory(
             steps[host] = min(int(value), steps.get(host, int(value)))
             racks[host] = member.spec.metadata.get("rack", "")
     step = min(steps.values(), default=0)
+    is_replicated = all(member.spec.metadata.get("state") == "replicated" for member in members)
     return [
         Copy(
             checkpoint_id=f"snapshot-{step}",
@@ -508,8 +509,8 @@ def _copies_in_memory(
             kind=kind,
             host=host if kind == "memory" else f"a peer of {host}",
             rack=racks[host] if kind == "memory" else "",
-            part=host,
-            parts=tuple(sorted(steps)),
+            part="" if is_replicated else host,
+            parts=() if is_replicated else tuple(sorted(steps)),
         )
         for host in sorted(steps)
     ]

@@ -32,7 +32,7 @@ from urllib.parse import quote
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from strata.rendezvous.cas import CasClient, Token
+from strata.rendezvous.cas import CasClient, CasValue, Token
 from strata.rendezvous.presence import KeepAlivesAlone, Presence
 from strata.rendezvous.state import SharedState
 from strata.torch_compat.rendezvous import Node, unpack_state
@@ -167,6 +167,10 @@ class CasRendezvousBackend(RendezvousBackend):
             return self._client.get(self._recoverable_key) is not None
         except ConnectionError:
             return False
+
+    def shared_value(self, name: str) -> CasValue:
+        """One that all agents of this run share."""
+        return CasValue(self._client, lambda: f"{self.store_root}/strata/{name}")
 
     @property
     def _recoverable_key(self) -> str:

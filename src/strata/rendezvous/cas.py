@@ -41,6 +41,20 @@ class CasClient(Protocol):
         ...
 
 
+class CasValue:
+    """One value of a `CasClient`, under a key that follows the rendezvous."""
+
+    def __init__(self, client: CasClient, key: Callable[[], str]) -> None:
+        self._client = client
+        self._key = key
+
+    def get(self) -> tuple[bytes, Token] | None:
+        return self._client.get(self._key())
+
+    def swap(self, value: bytes, token: Token | None) -> bool:
+        return self._client.cas(self._key(), value, token)[0]
+
+
 class CasStore(Store):
     """A c10d store on top of a `CasClient`. `root` is asked for at each call: it follows the rendezvous."""
 

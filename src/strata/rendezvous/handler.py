@@ -31,9 +31,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from strata.rendezvous import FAST_RECOVERY, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
-from strata.rendezvous.cas import CasClient, CasStore
+from strata.rendezvous.cas import CasClient, CasStore, CasValue
 from strata.rendezvous.warm import warm_up
-from strata.rendezvous.worker_store import announce_round_stores, interface_of, serve
+from strata.rendezvous.worker_store import announce_round_stores, interface_of, network_address, serve
 from strata.torch_compat.elastic import wrap_rendezvous
 from strata.torch_compat.rendezvous import DynamicHandler, Node, State, share_s
 from strata.torch_compat.stores import Store
@@ -154,6 +154,16 @@ class CasRendezvousHandler(DynamicHandler):
 
     def is_recoverable(self) -> bool:
         return self.backend.is_recoverable()
+
+    def shared_value(self, name: str) -> CasValue:
+        """A value that all agents of this run share. May be used from any thread."""
+        return self.backend.shared_value(name)
+
+    def own_address(self) -> tuple[str, str]:
+        """What others reach this machine by, and where to listen for them; nowhere in particular where that name is not an address of
+        a network."""
+        address = str(self.this_node.addr)
+        return address, network_address(address)
 
     def standing_by(self) -> None:
         if not self._stands_by:

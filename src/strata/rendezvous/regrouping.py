@@ -21,6 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerState
 
 from strata import locks
+from strata.checkpoint.peers.memory import SOCKET_VARIABLE, Meeting, PeerMemory
+from strata.checkpoint.peers.wire import PeerError
 from strata.core.faults.failures import WorkerError, signal_name
 from strata.core.faults.restarts import Verdict
 from strata.core.jobs.regroup import (
@@ -105,6 +107,9 @@ class RegroupingAgent(CarefulAgent):
         if self._channel is not None:
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
         self._others = spec.rdzv_handler if isinstance(spec.rdzv_handler, MeetsOthers) else None
+        self.peer_memory = self._open_peer_memory(spec.rdzv_handler)
+        """Keeps copies of other machines' snapshots, as soon as a job wants some."""
+        self._ask_for_copies_s = 0.0
         if self._others is not None and self._channel is not None:
             self._others.on_stand_by = self._stand_by
 
@@ -122,6 +127,18 @@ class RegroupingAgent(CarefulAgent):
         self._finisher = WorkFinisher(str(channel.path), self.coordinator)
         atexit.register(self.close)
         return channel
+
+    def _open_peer_memory(self, handler: Any) -> PeerMemory | None:
+        try:
+            peer_memory = PeerMemory(
+                handler if isinstance(handler, Meeting) else None, run=handler.get_run_id()
+            )
+        except OSError as error:
+            log.warning("no copies of other machines' snapshots can be kept here: %s", error)
+            return None
+        os.environ[SOCKET_VARIABLE] = str(peer_memory.socket_path)
+        atexit.register(peer_memory.close)
+        return peer_memory
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Workers that have died are not the end: what they left in memory is made durable first."""
@@ -383,6 +400,7 @@ class RegroupingAgent(CarefulAgent):
         entrance of their function until it is let in; else they are started then."""
         assert self._channel is not None
         assert self._others is not None
+        self._keep_copies_meanwhile()
         if self.processes is not None:
             # Workers that were in the world, and lost their places to another machine, wait where they are.
             if self._regroup.stands_by:
@@ -393,6 +411,19 @@ class RegroupingAgent(CarefulAgent):
             with self._lock:
                 self._regroup.stand_by(now_s=time.monotonic())
             self.start_early({ENTRANCE_VARIABLE: "wait"}, first_rank=first_rank)
+
+    def _keep_copies_meanwhile(self) -> None:
+        """A machine that stands by has memory for copies too."""
+        now_s = time.monotonic()
+        if self.peer_memory is None or self.peer_memory.is_open or now_s < self._ask_for_copies_s:
+            return
+        self._ask_for_copies_s = now_s + ASK_S
+        try:
+            if self.peer_memory.is_wanted():
+                self.peer_memory.open()
+        except (OSError, PeerError, ValueError) as error:
+            log.warning("no copies of other machines' snapshots are kept here: %s", error)
+            self._ask_for_copies_s = now_s + 30 * ASK_S
 
     def _look_after_waiting(self, processes: WorkerProcesses) -> None:
         pids = processes.pids()

@@ -69,6 +69,20 @@ def interface_of(address: str, *, alone: bool) -> str:
     return EVERYWHERE
 
 
+def network_address(address: str) -> str:
+    """Where to listen, behind a secret, for those who look for this machine at `address`: there, or everywhere if that is a name which
+    stands for loopback here, and perhaps for a network elsewhere."""
+    try:
+        (_, _, _, _, place), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        found = str(place[0])
+        if found == address or not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+            _listen(found, 0).close()
+            return found
+    except OSError:
+        pass
+    return EVERYWHERE
+
+
 def _listen(host: str, port: int) -> socket.socket:
     if host == EVERYWHERE:
         return socket.create_server(("", port), backlog=BACKLOG, reuse_port=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
@@ -35,3 +36,24 @@ def group_store(prefix: str) -> Any:
     if isinstance(store, TCPStore):
         store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
     return PrefixStore(prefix, store)
+
+
+def forget_meshes() -> None:
+    """Before this process enters a world as another rank: torch remembers what operations on distributed tensors give, by device
+    meshes that count as equal whichever rank this process is in them, and would hand out the part of the rank that it was."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    api, redistribute = (
+        sys.modules.get(f"torch.distributed.tensor.{name}") for name in ("_api", "_redistribute")
+    )
+    dispatcher = getattr(getattr(api, "DTensor", None), "_op_dispatcher", None)
+    remembered = getattr(getattr(dispatcher, "sharding_propagator", None), "propagate_op_sharding", None)
+    found = [
+        getattr(remembered, "cache_clear", None)
+        or getattr(getattr(remembered, "cache", None), "cache_clear", None),
+        getattr(getattr(redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),  # Not in all versions.
+    ]
+    for clear in found:
+        if clear is not None:
+            clear()

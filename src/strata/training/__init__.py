@@ -76,7 +76,7 @@ def elastic(
     global_batch_size: for data that has no batch size of its own (datasets, paths). A `DataLoader`'s is per rank; this one goes
         before it.
     checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
-        memory only. The run's identity lives there: the same destination continues the same run.
+        memory only. `peer` among them, or `peer:2`, has snapshots copied to the memory of another machine, or of two. The run's identity lives there: the same destination continues the same run.
     mesh: the dimensions of a device mesh along which data differs, such as `mesh["dp"]`; by default all ranks read different
         data. Ranks that differ along others (a tensor-parallel group) read the same batches, which count once.
     extra: further objects to save with the state, by name.

@@ -44,7 +44,7 @@ from strata.checkpoint.catalog.manifest import SHARDED, Manifest
 from strata.checkpoint.catalog.naming import Stem, new_id, unique_stem
 from strata.checkpoint.catalog.runs import RunClaim, launch_key, open_run
 from strata.checkpoint.copying.staging import read_snapshot, release_mapped
-from strata.checkpoint.destinations import Destination, open_stores
+from strata.checkpoint.destinations import Destination, open_stores, without_peers
 from strata.checkpoint.errors import (
     CheckpointError,
     FinalSaveFailed,
@@ -57,6 +57,8 @@ from strata.checkpoint.errors import (
 from strata.checkpoint.finishing import UploadRecord
 from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
+from strata.checkpoint.peers.link import PeerLink
+from strata.checkpoint.peers.wire import PeerError, parse_rate
 from strata.checkpoint.sharded.plan import Marked
 from strata.core.faults.failures import EXIT_AGAIN
 from strata.core.jobs.handover import Outcome, choose_save
@@ -79,6 +81,7 @@ from strata.core.jobs.job import (
     Survey,
 )
 from strata.core.jobs.live import Complete, judge
+from strata.core.jobs.peers import PEER
 from strata.core.jobs.replicas import Odd, Undecided
 from strata.core.jobs.roster import Changes, Entrant, Roster, enter
 from strata.core.telemetry.run_details import packed
@@ -94,7 +97,7 @@ from strata.launch import torchrun_trap
 from strata.processes import machine_token
 from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
 from strata.rendezvous.leaving import write_outcome
-from strata.shared_memory import folder_name, memory_root, note_run
+from strata.shared_memory import folder_name, memory_root, note_run, own_rack
 from strata.sinks import Sink, SinkRun
 from strata.stores.local import LocalStore
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
@@ -106,6 +109,7 @@ from strata.training.exchange import broadcast_state, gather, rank_and_world, sm
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
 from strata.training.metric_log import MetricLog, Metrics
 from strata.training.mixture_watch import MixtureWatch
+from strata.training.peer_copies import PeerCopies, machines_with
 from strata.training.preemption import Preemption
 from strata.training.replicas import Replicas
 from strata.training.run_details import gathered
@@ -173,6 +177,8 @@ class ElasticOptions:
     """A state larger than this makes no snapshots between its durable checkpoints; of a sharded one, what any rank has of it."""
     memory_root: str | os.PathLike[str] | None = None
     """Where snapshots live; by default `STRATA_MEMORY_ROOT`, else shared memory, else a disk where that is too small."""
+    peer_rate: str = "2GB/s"
+    """How fast snapshots are sent to other machines' memory, at most, where `checkpoints` names `peer`."""
     on_error: OnError = "warn"
     """What a failed save does to training: warn, fail or retry. The final state must reach every destination anyway."""
     retries: int = 3
@@ -216,6 +222,10 @@ class ElasticOptions:
         for name in ("retry_delay_s", "unreachable_timeout_s", "preemption_deadline_s", "hang_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must not be negative")
+        try:
+            parse_rate(self.peer_rate)
+        except ValueError as error:
+            raise ValueError(f"peer_rate: {error}") from None
         if self.on_error not in ("warn", "fail", "retry"):
             raise ValueError(f"on_error ({self.on_error!r}) must be 'warn', 'fail' or 'retry'")
         if self.hang_policy not in ("warn", "restart"):
@@ -325,7 +335,13 @@ class ElasticJob:
             model=model, optimizer=optimizer, scheduler=scheduler, extra={**beside, **(extra or {})}
         )
         self._on_restored = on_restored
-        self._checkpoints = checkpoints
+        self._peer_copies, self._checkpoints = without_peers(checkpoints)
+        """How many copies in other machines' memory are wanted, and the destinations."""
+        self._peers: PeerCopies | None = None
+        self._machines: tuple[str, ...] = ()
+        """Of all ranks."""
+        self._has_old_copies = False
+        """The agent may have copies that only earlier generations could need."""
         self._stem = stem
         self._memory_root = Path(root) if (root := self.options.memory_root) else None
         self._tracer = tracer or self._begin_trace()
@@ -479,6 +495,7 @@ class ElasticJob:
         self._open_link(opened)
         self._report("recovering" if self._restarts != "0" or self._changes.survived else "loading")
         if self._keeps_state:
+            self._peers = self._open_peers()
             self._manager = self._open_manager(opened)
             if isinstance(self._state.optimizer, torch.optim.Optimizer):
                 self._manager.guard(self._state.optimizer)
@@ -534,6 +551,10 @@ class ElasticJob:
                 self._manager.abandon(stay_mapped=self._live is not None)
             else:
                 self._manager.close(keep_memory=left and not self._everyone_leaves)
+        if self._peers is not None:
+            if not failed and (not left or self._everyone_leaves) and self._is_first_here:
+                self._peers.forget(self.run, self.generation)
+            self._peers.close()
         if self._claim is not None:
             self._claim.release(ended=not failed and not (left and not self._everyone_leaves))
         self._note_covered()
@@ -678,7 +699,12 @@ class ElasticJob:
                 worker_id=name,
                 run_id=self.run,
                 generation=opened.generation,
-                metadata={"restarts": self._restarts, "pid": str(os.getpid())},
+                metadata={
+                    "restarts": self._restarts,
+                    "pid": str(os.getpid()),
+                    "state": "sharded" if self._is_sharded else "replicated",
+                    "rack": own_rack(),
+                },
             )
         if run is not None:
             run.presence = live.Presence(
@@ -767,7 +793,41 @@ class ElasticJob:
             observer=self._link if self.rank == 0 else None,
             admit=self._claim.admit if self._claim is not None else None,
             board=new_board(opened.board) if self._is_sharded else None,
+            on_kept=self._peers.kept if self._peers is not None else None,
         )
+
+    def _open_peers(self) -> PeerCopies | None:
+        """Where copies on other machines are wanted: what this rank has to do with them."""
+        if not self._peer_copies:
+            return None
+        link = PeerLink.open()
+        reason = "this process was not started by `strata torchrun` or `strata run`"
+        if link is not None:
+            try:
+                if link.want(self._machine):
+                    return PeerCopies(
+                        link,
+                        copies=self._peer_copies,
+                        rate_bytes=parse_rate(self.options.peer_rate),
+                        slot=f"{self._machine}/{self._images_name}",
+                        holders=self._holders,
+                    )
+                reason = "the run has one machine: its agents do not meet at a coordinator or etcd (--rdzv-endpoint)"
+            except PeerError as error:
+                reason = error.message
+            link.close()
+        if self.rank == 0:
+            announce(logging.WARNING, f"no snapshot is copied to another machine's memory: {reason}")
+        return None
+
+    def _holders(self, manifest: Manifest) -> tuple[str, ...] | None:
+        """The machines that have made the same snapshot of the same part; None where another rank reports it."""
+        if not self._is_sharded:
+            return tuple(dict.fromkeys(self._machines)) if self.rank == 0 else None
+        names = self._sharded.part_names
+        if names.index(names[self.rank]) != self.rank:
+            return None
+        return machines_with(names[self.rank], names, self._machines)
 
     def _upload_record(self, opened: _Opened) -> bytes:
         """What the agent of this machine needs to finish the work of its workers; nothing where there is no agent that could."""
@@ -830,6 +890,7 @@ class ElasticJob:
         for _, found in everyone:
             if found is not None:
                 raise found
+        self._machines = tuple(survey.machine for survey, _ in everyone)
         return [survey for survey, _ in everyone]
 
     @property
@@ -854,6 +915,10 @@ class ElasticJob:
             _offer(manifest, tier=tier, where=where, distance=distance)
             for manifest, tier, where, distance in copies
         ]
+        if self._peers is not None and self._is_first_here:
+            kept = self._peers.offers(self.run, generation=opened.generation, everywhere=self.rank == 0)
+            self._has_old_copies = bool(kept)
+            offers += kept
         return Survey(
             machine=self._machine,
             offers=tuple(_newest_of_each(offers)),
@@ -878,6 +943,8 @@ class ElasticJob:
         """From now on nothing that an earlier generation publishes counts."""
         if self._manager is not None:
             self._manager.fence(self._protocol.generation)
+        if self._peers is not None and self._is_first_here:
+            self._peers.fence(self.run, self._protocol.generation)
         if self._claim is not None:
             self._claim.fence(self._protocol.fence)
 
@@ -889,6 +956,12 @@ class ElasticJob:
         if self._is_sharded:
             return None, LoadReport(error=_REPLICATED, fault="state")
         try:
+            if self.rank == load.source and load.offer.tier == PEER:
+                assert self._peers is not None
+                state, manifest = self._peers.load(
+                    load.offer, into=self._state.targets(), may_tear=load.may_tear
+                )
+                return {**state, "position": manifest.data}, LoadReport()
             if self.rank == load.source:
                 assert self._manager is not None
                 restored = self._manager.restore_copy(
@@ -915,7 +988,7 @@ class ElasticJob:
                 isinstance(cause, StoreError) and not isinstance(cause, NotFound) for cause in error.causes
             )
             return None, LoadReport(error=error.message, fault="away" if is_away else "copy")
-        except (StoreError, CheckpointError, OSError) as error:
+        except (StoreError, CheckpointError, PeerError, OSError) as error:
             return None, LoadReport(error=getattr(error, "message", str(error)), fault="copy")
         return None, LoadReport()
 
@@ -927,6 +1000,7 @@ class ElasticJob:
             manager=self._manager if self._is_sharded else None,
             stores=stores,
             manifests={where: each for where, each in self._durable if each.checkpoint_id == wanted},
+            peers=self._peers,
         )
 
     @property
@@ -964,9 +1038,12 @@ class ElasticJob:
         self.step = int(state["step"])
         self.restored = True
         self._resumed_from = offer.checkpoint_id
+        if self._peer_copies and self.rank == 0:
+            for reason in resume.reasons:
+                announce(logging.WARNING, f"could not be used: {reason}")
         self._describe_start(
             resumed=self.step,
-            tier=offer.tier,
+            tier=_tier_of(load),
             world_before=int(state.get("world_size", self.world_size)),
             opened=opened,
             reasons=resume.reasons,
@@ -1305,6 +1382,8 @@ class ElasticJob:
             handle = self._covering.popleft()
             if handle.tiers:
                 self.metrics["snapshot_step"] = float(handle.step)
+                if self._peers is not None and self._peers.copied_step >= 0:
+                    self.metrics["peer_step"] = float(self._peers.copied_step)
                 if self._metric_log is not None:
                     self._metric_log.committed(handle.step)
 
@@ -1475,7 +1554,7 @@ class ElasticJob:
         everyone = gather(
             (
                 self._sharded.needs_plan(prepared),
-                self._manager.ready(prepared.plan, part=self._sharded.part),
+                self._readiness(prepared),
                 self._news(),
                 new_id(self.step),
                 int(time.time() * 1000),
@@ -1488,8 +1567,22 @@ class ElasticJob:
         self._largest_part_bytes = max(each[5] for each in everyone)
         return prepared, [each[1] for each in everyone], everyone[0][3], everyone[0][4]
 
+    def _readiness(self, prepared: Prepared) -> Ready:
+        assert self._manager is not None
+        ready = self._manager.ready(prepared.plan, part=self._sharded.part)
+        sending = self._peers.pending() if self._peers is not None else frozenset[CheckpointId]()
+        return replace(ready, sending=sending & ready.held)
+
+    def _drop_old_copies(self) -> None:
+        """This generation has a complete snapshot of its own."""
+        if self._peers is not None and self._has_old_copies and self._is_first_here:
+            self._peers.settle(self.run, self.generation)
+        self._has_old_copies = False
+
     def _carry_out_shards(self, save: Save, prepared: Prepared) -> None:
         assert self._manager is not None
+        if save.keep not in (None, self._resumed_from):
+            self._drop_old_copies()
         position = self._ledger.commit(save.placement.checkpoint_id, durable=save.durable)
         self._snapshot_step = self.step
         if not save.durable and not self._fits(self._largest_part_bytes):
@@ -1551,6 +1644,8 @@ class ElasticJob:
         )
         if not save.durable and not self._fits(tensor_bytes(state)):
             return
+        if self._first_is_noted:
+            self._drop_old_copies()
         handle = self._manager.save(
             state,
             self.step,
@@ -1767,6 +1862,20 @@ def _offer(manifest: Manifest, *, tier: str, where: str, distance: int) -> Offer
     )
 
 
+def _tier_of(load: Load | LoadShards) -> str:
+    """Where a state came from: of a sharded one, the farthest place that something had to be read from."""
+    tier, found = load.offer.tier, set[str]()
+    for source in load.sources if isinstance(load, LoadShards) else ():
+        if source.offer.parts and found >= set(source.offer.parts):
+            break
+        if not source.offer.parts or source.offer.part not in found:
+            tier = source.offer.tier
+        if not source.offer.parts:
+            break  # It has all of it.
+        found.add(source.offer.part)
+    return tier
+
+
 def _launch_name() -> str | None:
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if run == "none" else run
@@ -1775,9 +1884,10 @@ def _launch_name() -> str | None:
 def _newest_of_each(offers: Sequence[Offer]) -> list[Offer]:
     """The newest offers of each destination."""
     newest = sorted(offers, key=lambda offer: offer.order, reverse=True)
-    return [
+    in_memory = [offer for offer in newest if not offer.is_durable]
+    return in_memory + [
         o
-        for where in {o.distance for o in offers}
+        for where in {o.distance for o in offers if o.is_durable}
         for o in [n for n in newest if n.distance == where][:OFFERS]
     ]
 

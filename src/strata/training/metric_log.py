@@ -61,7 +61,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Pending:
-    """Values that are still on their way from a device, or that one look at many tensors is cheaper for."""
+    """Values that are still on their way from a device."""
 
     where: list[int]
     values: torch.Tensor
@@ -328,7 +328,13 @@ def _resolved(metrics: Metrics) -> tuple[tuple[str, ...], list[Any], list[_Pendi
     values = list(metrics.values())
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
-        if type(value) is torch.Tensor and value.numel() == 1:
+        if type(value) is not torch.Tensor or value.numel() != 1:
+            continue
+        if value.is_cpu:
+            values[index] = (
+                value.item()
+            )  # It is there, and reading it costs less than a copy to be read later.
+        else:
             tensors.setdefault((value.device, value.dtype), []).append(index)
     if not tensors:
         return tuple(metrics), values, None

@@ -40,6 +40,7 @@ from strata.processes import add_output_to
 from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
 from strata.rendezvous.frames import describe, show
 from strata.torch_compat.aborting import ProcessGroups, change_device, warm_up
+from strata.torch_compat.dtensors import forget_meshes
 from strata.training import live
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class _Recovery(Generic[R]):
                     return result
                 del result
             self._clean_up()
+            forget_meshes()
             generation, reason = self._let_in(message)
             self.reentry = live.Reentry(noticed_s=noticed_s, left_s=left_s, reason=reason)
             restarts += 1

@@ -19,6 +19,7 @@ from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
 from strata.checkpoint.image.in_place import verify_image
 from strata.checkpoint.image.layout import Plan, Prepared
 from strata.checkpoint.manager import CheckpointManager
+from strata.checkpoint.peers.wire import PeerError
 from strata.checkpoint.sharded.layout import Stored
 from strata.checkpoint.sharded.plan import Marked, ShardPlan, chunks_of
 from strata.checkpoint.sharded.plan import Path as StatePath
@@ -38,6 +39,7 @@ from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.data_world import DataWorld
 from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
+from strata.training.peer_copies import PeerCopies
 from strata.training.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
 
@@ -97,6 +99,12 @@ class ShardedJob:
         return manager.prepared(self._local)
 
     @property
+    def part_names(self) -> tuple[str, ...]:
+        """What each rank has of the state."""
+        assert self._plan is not None
+        return tuple(self._plan.part_names)
+
+    @property
     def part(self) -> str:
         """What this rank has of the state, where others have the same; empty where nobody has, or that is not known yet."""
         if self._plan is None or len(set(self._plan.part_names)) == len(self._plan.part_names):
@@ -137,9 +145,10 @@ class ShardedJob:
         manager: CheckpointManager | None,
         stores: Sequence[Store],
         manifests: Mapping[str, Manifest],
+        peers: PeerCopies | None = None,
     ) -> tuple[Any, LoadReport]:
         """Collective: every rank reads what it needs. `manifests` are those that this rank has found, by destination."""
-        described = gather(self._describe(load, manifests, manager))
+        described = gather(self._describe(load, manifests, manager, peers))
         if any(each.error for each in described):
             mine = described[self._rank]
             if not mine.error:
@@ -180,7 +189,11 @@ class ShardedJob:
         return self._rank if is_alone or world_before == self._world_size else self._data_world.rank
 
     def _describe(
-        self, load: LoadShards, manifests: Mapping[str, Manifest], manager: CheckpointManager | None
+        self,
+        load: LoadShards,
+        manifests: Mapping[str, Manifest],
+        manager: CheckpointManager | None,
+        peers: PeerCopies | None,
     ) -> _Described:
         """The images of this machine that this rank has offered, and where nothing may be torn, whether they are intact."""
         found: list[ImageFound] = []
@@ -190,8 +203,11 @@ class ShardedJob:
             if source.rank != self._rank or not source.machine:
                 continue
             path = source.offer.where
-            snapshot = read_snapshot(Path(path).parent)
             try:
+                if source.offer.holder:
+                    assert peers is not None
+                    path = str(peers.image(source.offer)[0])
+                snapshot = read_snapshot(Path(path).parent)
                 if snapshot is None or snapshot.manifest.checkpoint_id != load.offer.checkpoint_id:
                     raise Damaged(path=path, reason="the image no longer exists")
                 if not load.may_tear and not (manager is not None and manager.verify_snapshot(snapshot.path)):
@@ -201,7 +217,7 @@ class ShardedJob:
                         path, snapshot.manifest, name=source.name, rank=self._rank, machine=source.machine
                     )
                 )
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, PeerError, OSError) as error:
                 errors.append(getattr(error, "message", str(error)))
                 struck.append(source.name)
         mine = {

@@ -2,7 +2,7 @@
 
     MFU = floating-point operations per token × tokens per second / (ranks × peak of a device)
 
-The peak is that of dense matrix products in bfloat16 (float16 where there is none), as the makers give it, by the device's name; of
+The peak is that of dense matrix products in bfloat16 (float16 where there is none), as its maker is quoted, by the device's name; of
 others it is for the user to say.
 """
 
@@ -15,23 +15,18 @@ import torch
 from strata.torch_compat.dtensors import is_distributed_tensor
 
 PEAK_FLOPS: dict[str, float] = {
-    # nvidia.com/en-us/data-center: b200 (Blackwell data sheet), h200, h100, a100, l40s, l4, a10, t4, v100. Data sheets since Ampere
-    # print some of these with sparsity: half of that is dense.
+    # As public tables repeat NVIDIA's figures; the data sheets themselves were not read. Those since Ampere print some with sparsity:
+    # half of that is dense. Left out is what sources differ on or what only one has: A10, A10G, L4, L40S (by whether sums are kept
+    # in float16 or float32, twice as much), MI300X, MI325X.
     "B200": 2_250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
     "V100 PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
-    # amd.com/en/products/accelerators/instinct/mi300: mi300x, mi325x.
-    "MI300X": 1_307e12,
-    "MI325X": 1_307e12,
 }
 """By a part of the device's name; the first that is in it counts."""
 

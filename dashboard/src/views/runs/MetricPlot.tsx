@@ -8,7 +8,7 @@ import { colorOf, useThemeVersion } from "../../components/colors";
 import { translucent } from "../../components/Plot";
 import { logRange, logTexts, logTicks, tickText, timeTicks } from "../../components/ticks";
 import { clock, compact, duration } from "../../format";
-import { aligned, type Axis, type Points } from "./curves";
+import { aligned, type Axis, type Points, type Zoom } from "./curves";
 
 export interface PlotLine {
   /** Tells lines apart when they change. */
@@ -38,7 +38,10 @@ export interface PlotProps {
   height: number;
   /** Plots with the same key share one cursor. */
   sync: string;
-  onZoom: (from: number, to: number) => void;
+  /** The steps of what was chosen, or null where it holds none. Every plot shows them at once; `range` is to follow. */
+  onZoom: (from: number, to: number) => Zoom | null;
+  /** Lines of some steps with more points than are drawn now, where such are there without asking for them. */
+  finer: (steps: Zoom) => readonly PlotLine[] | null;
   onReset: () => void;
   /** Where the pointer is on the axis, and what is marked there. */
   onCursor: (x: number | null, marks: readonly PlotMark[]) => void;
@@ -52,26 +55,41 @@ const NEAR_PX = 5;
 const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 
+/** Shows a range from the points that are there, past React: none of the panels is rendered before all of them are drawn. */
+const showers = new WeakMap<uPlot, (range: readonly [number, number], steps: Zoom) => void>();
+
 export default function MetricPlot(props: PlotProps) {
   const { lines, marks, axis, log, range, height } = props;
   const host = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const live = useRef(props);
   live.current = props;
+  // What is shown already while the page has not followed yet, and which range it is to leave.
+  const early = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
+  if (early.current && String(early.current.before) !== String(range)) early.current = null;
   const theme = useThemeVersion();
 
   // Each line has a band of what its points stand for, itself and, over it, what it is smoothed to.
   const columns = useMemo(() => lines.flatMap((line) => columnsOf(line)), [lines]);
   const data = useMemo(() => aligned(columns) as unknown as uPlot.AlignedData, [columns]);
-  const shape = columns.map((c) => `${c.key}:${c.role}:${c.line.color}`).join("|");
+  const shape = shapeOf(columns);
   const latest = useRef({ data, columns });
   latest.current = { data, columns };
 
   useEffect(() => {
     const element = host.current;
     if (!element) return;
-    const made = new uPlot(optionsFor(latest.current.columns, live, Math.max(80, element.clientWidth), height), latest.current.data, element);
+    const made = new uPlot(optionsFor(latest.current.columns, live, () => early.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
     plot.current = made;
+    showers.set(made, (chosen, steps) => {
+      early.current = { range: chosen, before: live.current.range };
+      const finer = live.current.finer(steps)?.flatMap(columnsOf);
+      // Of another shape it would be another plot.
+      if (finer && shapeOf(finer) === shape) made.setData(aligned(finer) as unknown as uPlot.AlignedData);
+      else made.setScale("x", { min: chosen[0], max: chosen[1] });
+      countPoints(element, made);
+    });
+    countPoints(element, made);
     live.current.onCanvas(made.ctx.canvas);
     const watcher = new ResizeObserver(() => {
       if (element.clientWidth > 0 && element.clientWidth !== made.width) made.setSize({ width: element.clientWidth, height });
@@ -89,9 +107,22 @@ export default function MetricPlot(props: PlotProps) {
 
   useEffect(() => {
     plot.current?.setData(data);
+    if (host.current && plot.current) countPoints(host.current, plot.current);
   }, [data, range, marks]);
 
   return <div ref={host} aria-hidden data-plot style={{ height }} />;
+}
+
+/** How many points there are in the range shown, for tests. */
+function countPoints(element: HTMLElement, plot: uPlot): void {
+  queueMicrotask(() => {
+    const { min, max } = plot.scales["x"] ?? {};
+    element.dataset["points"] = String(plot.data[0].filter((x) => x >= (min ?? 0) && x <= (max ?? 0)).length);
+  });
+}
+
+function shapeOf(columns: readonly Column[]): string {
+  return columns.map((c) => `${c.key}:${c.role}:${c.line.color}`).join("|");
 }
 
 interface Column {
@@ -111,7 +142,7 @@ function columnsOf(line: PlotLine): Column[] {
   return [...band, of("value", points.values), ...(smooth ? [of("smooth", smooth)] : [])];
 }
 
-function optionsFor(columns: readonly Column[], live: { current: PlotProps }, width: number, height: number): uPlot.Options {
+function optionsFor(columns: readonly Column[], live: { current: PlotProps }, rangeNow: () => PlotProps["range"], width: number, height: number): uPlot.Options {
   const { axis, log, sync } = live.current;
   const grid = { stroke: colorOf("line"), width: 1 };
   const look: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: FONT };
@@ -131,7 +162,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
       sync: { key: sync, filters: { pub: isMove, sub: isMove } },
     },
     scales: {
-      x: { time: false, range: (_, min, max) => (live.current.range ? [...live.current.range] : [min ?? 0, max === min ? (min ?? 0) + 1 : (max ?? 1)]) },
+      x: { time: false, range: (_, min, max) => { const shown = rangeNow(); return shown ? [...shown] : [min ?? 0, max === min ? (min ?? 0) + 1 : (max ?? 1)]; } },
       y: {
         distr: log ? 3 : 1,
         range: (_, min, max) => {
@@ -170,7 +201,8 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, wi
           if (chosen < LEAST_PX) return;
           const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + chosen, "x")];
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-          live.current.onZoom(from, to);
+          const steps = live.current.onZoom(from, to);
+          if (steps) for (const each of uPlot.sync(sync).plots) showers.get(each)?.([from, to], steps);
         },
       ],
       drawAxes: [(u) => drawMarks(u, live.current.marks)],

@@ -11,9 +11,9 @@ import { Menu, type MenuItem } from "../../components/Menu";
 import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
 import { bytes, count, duration, moment, number, plural } from "../../format";
-import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark } from "./curves";
+import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark, type Zoom } from "./curves";
 import { fanOf, isHistogram, label, PERCENTS, shapeOf, type Spread } from "./histograms";
-import { lookAhead, useCurves, useFullCurve } from "./metrics";
+import { finerOf, lookAhead, useCurves, useFullCurve } from "./metrics";
 import type { PlotLine, PlotMark } from "./MetricPlot";
 import type { Change, Settings } from "./settings";
 
@@ -202,8 +202,15 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
   const zoomTo = (from: number, to: number) => {
     for (const [i, each] of curves.entries()) {
       const steps = each && stepsOf(each.committed, axis, drawn.origins[i] ?? null, from, to);
-      if (steps) return change({ zoom: steps });
+      if (!steps) continue;
+      afterPaint(() => change({ zoom: steps }));
+      return steps;
     }
+    return null;
+  };
+  const finer = (steps: Zoom) => {
+    const found = runs.map((run) => finerOf(run.id, name, steps, props.points ?? POINTS));
+    return found.every((each) => each !== undefined) ? drawingOf(runs, found, { axis, log, smooth, marks: false }).lines : null;
   };
   const known = drawn.lines.some((line) => line.points.values.some((v) => v !== null));
   return (
@@ -223,7 +230,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       ) : known ? (
         <Suspense fallback={<div style={{ height }} />}>
           {enabled ? (
-            <MetricPlot lines={drawn.lines} marks={drawn.marks} axis={axis} log={log} range={range} height={height - (isHistogram(name) ? SHAPE : 0)} sync="metrics" onZoom={zoomTo} onReset={() => zoom && change({ zoom: null })} onCursor={show} onCanvas={props.onCanvas} />
+            <MetricPlot lines={drawn.lines} marks={drawn.marks} axis={axis} log={log} range={range} height={height - (isHistogram(name) ? SHAPE : 0)} sync="metrics" onZoom={zoomTo} finer={finer} onReset={() => zoom && change({ zoom: null })} onCursor={show} onCanvas={props.onCanvas} />
           ) : (
             <div style={{ height }} />
           )}
@@ -358,6 +365,11 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
     })
     .join(" ");
   return told + said;
+}
+
+/** When the browser has shown what is drawn now. */
+function afterPaint(then: () => void): void {
+  requestAnimationFrame(() => setTimeout(then));
 }
 
 function useInView(frame: { current: HTMLElement | null }, eager: boolean): readonly [now: boolean, ever: boolean] {

@@ -176,7 +176,7 @@ export function lookAhead(run: string, name: string, zoom: Zoom | null): void {
 }
 
 /** The curve of a range, where enough points of it are there. */
-function finerOf(run: string, name: string, zoom: Zoom | null, points: number): Spread | undefined {
+export function finerOf(run: string, name: string, zoom: Zoom | null, points: number): Spread | undefined {
   const there = zoom && ahead.get(JSON.stringify([run, name]))?.found;
   if (!there || (there.zoom && (there.zoom[0] > zoom[0] || there.zoom[1] < zoom[1]))) return undefined;
   const kept = there.curves;

@@ -114,6 +114,20 @@ def s3_rows(load: Load, place: Path) -> Iterator[Row]:
 
 
 @contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[dict[str, Any] | None]:
+    """What to open a store of the bucket `bench` with, on a server that lives meanwhile; None where its binary is not installed."""
+    binary = Path(sys.executable).parent / "weed"
+    if not binary.exists() and shutil.which("weed") is None:
+        yield None
+        return
+    with _server(str(binary) if binary.exists() else "weed", folder) as endpoint:
+        keys = {"access_key_id": "bench", "secret_access_key": "bench"}
+        options: dict[str, Any] = {"endpoint": endpoint, **keys, "region": "us-east-1"}
+        open_store("s3://bench/made", **options).put("k", b"the bucket exists now")
+        yield options
+
+
+@contextlib.contextmanager
 def _server(binary: str, folder: Path) -> Iterator[str]:
     (folder / "data").mkdir(parents=True)
     keys = {"accessKey": "bench", "secretKey": "bench"}

@@ -1,6 +1,6 @@
 """A recoverable training, for `strata bench recovery`: as a user writes it.
 
-    recoverable_job.py NAME FOLDER STATE_BYTES DEVICE BACKEND [fsdp]
+    recoverable_job.py NAME FOLDER STATE_BYTES DEVICE BACKEND [fsdp] [peer]
 
 Ranks with DDP, or with FSDP2, whose state only all of them together have; weights and two moments of AdamW together have STATE_BYTES. Runs until it is killed. Every step is noted in
 FOLDER, a line each: when, by which process, which step. A file FOLDER/leave makes its ranks leave as if another was lost,
@@ -32,7 +32,8 @@ NAME, FOLDER, STATE_BYTES, DEVICE, BACKEND = (
     sys.argv[4],
     sys.argv[5],
 )
-IS_SHARDED = sys.argv[6:] == ["fsdp"]
+IS_SHARDED = "fsdp" in sys.argv[6:]
+PEERS = ["peer"] if "peer" in sys.argv[6:] else []
 STEP_S = 0.005
 
 
@@ -76,7 +77,7 @@ def train(run: Run) -> None:
         model=model,
         optimizer=optimizer,
         data=strata.ElasticLoader(data, sampler),
-        checkpoints=[],
+        checkpoints=PEERS,
         max_steps=STEPS,
         options=ElasticOptions(save_every=STEPS, snapshot_every=50),
         job=NAME,

@@ -44,15 +44,17 @@ from strata.checkpoint.image.unpickling import (
     put_in_place,
     read_outline,
 )
-from strata.stores.protocol import NotFound, PartReader, Store, Truncated
+from strata.stores.protocol import NotFound, PartReader, Truncated
 from strata.torch_compat.images import copy_all
 
 WINDOW_BYTES = 1 << 20
 """Stays in a core's caches between being hashed and being copied."""
 
 
-class PartStore(Store, PartReader, Protocol):
-    """A store that hands out parts."""
+class PartStore(PartReader, Protocol):
+    """What hands out an image in parts: a store, or another machine's memory."""
+
+    def read(self, key: str, *, offset: int = 0, length: int | None = None) -> bytes: ...
 
 
 class NotOwn(Exception):

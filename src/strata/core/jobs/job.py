@@ -18,6 +18,10 @@ from the nearest that has them; what proves to be damaged is struck out, part by
 a mixture of steps. A save begins on all ranks or on none, and says which snapshot all of them keep meanwhile: the last
 complete one, or the one that training was resumed from, which may have been made by a world of another size.
 
+Copies on peers. Agents keep copies of snapshots for other machines (`core.jobs.peers`): they are offered like images in memory, by a
+rank of the machine that has them, or by the first rank where none of the ranks is there. A save of sharded state waits for its turn
+until the copies of the last complete snapshot have arrived, so that there always is one whose parts are all somewhere else as well.
+
 Saving. A save has its place in the lineage before a byte of it is copied. It is confirmed or failed when that is known,
 which is when the ranks next exchange news: a failed one was never an ancestor of anything that says so.
 
@@ -37,6 +41,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from strata.core.jobs.lineage import Lineage, Placement, fallback_order
+from strata.core.jobs.peers import PEER
 from strata.core.types import CheckpointId
 
 MEMORY = "MEMORY"
@@ -73,6 +78,13 @@ class Offer:
     """Of a sharded checkpoint in memory: what of it this image holds. Images of one name hold the same."""
     parts: tuple[str, ...] = ()
     """What all of such a checkpoint consists of. Empty for a complete copy."""
+    holder: str = ""
+    """The machine whose agent has it, where that is not the one of the rank that offers it. It is fetched before it is loaded."""
+
+    @property
+    def nearness(self) -> tuple[int, bool, bool]:
+        """What is nearer comes first: a machine's own images, what its agent keeps, what others' do, destinations."""
+        return (self.distance, bool(self.holder), self.tier == PEER)
 
     @property
     def order(self) -> Order:
@@ -158,6 +170,8 @@ class Ready:
     Empty where no rank has a replica."""
     has_one_image: bool = False
     """There is space for one image only: what is in it cannot be kept."""
+    sending: frozenset[CheckpointId] = frozenset()
+    """Snapshots whose copies are on their way to other machines, and worth waiting for."""
 
 
 # --- instructions -----------------------------------------------------------------------------------------------
@@ -219,9 +233,15 @@ class LoadShards:
     """As in `Load`."""
 
     def seen_from(self, machine: str) -> list[Source]:
-        """The sources, nearest first: this machine's memory, that of others, destinations."""
+        """The sources, nearest first: this machine's memory, that of others, what is fetched from elsewhere, destinations."""
         return sorted(
-            self.sources, key=lambda s: (s.offer.distance, bool(s.machine) and s.machine != machine)
+            self.sources,
+            key=lambda s: (
+                s.offer.distance,
+                bool(s.offer.holder),
+                bool(s.machine) and s.machine != machine,
+                s.offer.nearness,
+            ),
         )
 
 
@@ -360,6 +380,8 @@ class JobProtocol:
         self._machines = tuple(survey.machine for survey in surveys)
         for rank, survey in enumerate(surveys):
             for offer in survey.offers:
+                if offer.holder in self._machines:
+                    continue  # A rank is there, and offers it as its own.
                 if offer.run not in ("", self.lineage.run):
                     self._note(f"step {offer.step} in {offer.tier}: it belongs to another run")
                 elif offer.checkpoint_id in removed:
@@ -463,10 +485,10 @@ class JobProtocol:
             if _missing_parts(copies.values()):
                 return self._wait_for(tuple(self._reasons[-1:]))
             return self._load_shards(copies, may_tear=has_durable)
-        (source, _, _), chosen = min(copies.items(), key=lambda item: (item[1].distance, item[0][0]))
+        (source, _, _), chosen = min(copies.items(), key=lambda item: (item[1].nearness, item[0][0]))
         images: dict[str, str] = {}
-        for (rank, _, where), offer in copies.items():
-            if not offer.is_durable:
+        for (rank, _, where), offer in sorted(copies.items(), key=lambda item: item[1].nearness):
+            if not offer.is_durable and not offer.holder:
                 images.setdefault(self._machines[rank], where)
         ranks = [rank for rank in range(len(self._machines)) if rank != source]
         mapped = tuple(rank for rank in ranks if self._machines[rank] in images)
@@ -481,11 +503,14 @@ class JobProtocol:
         return self._load
 
     def _load_shards(self, copies: Mapping[_Copy, Offer], *, may_tear: bool) -> LoadShards:
+        here = {copy: offer for copy, offer in copies.items() if not offer.holder}
+        if here and not _missing_parts(here.values()):
+            copies = here  # Nothing has to be fetched.
         sources = [
             Source(rank=rank, machine="" if offer.is_durable else self._machines[rank], offer=offer)
             for (rank, _, _), offer in copies.items()
         ]
-        sources.sort(key=lambda source: (source.offer.distance, source.rank))
+        sources.sort(key=lambda source: (source.offer.nearness, source.rank))
         chosen = sources[0].offer
         self._load = load = LoadShards(
             offer=chosen,
@@ -517,10 +542,9 @@ class JobProtocol:
         if rank == load.source:
             struck.add((rank, load.offer.checkpoint_id, load.offer.where))
             return
-        machine = self._machines[rank]
-        for copy, offer in self._offers.items():
-            is_of_machine = not offer.is_durable and self._machines[copy[0]] == machine
-            if is_of_machine and offer.checkpoint_id == load.offer.checkpoint_id:
+        machine, image = self._machines[rank], load.images[load.mapped.index(rank)]
+        for copy in self._offers:
+            if copy[1:] == (load.offer.checkpoint_id, image) and self._machines[copy[0]] == machine:
                 struck.add(copy)
 
     def _nothing_there(self) -> str:
@@ -586,11 +610,13 @@ class JobProtocol:
         keep, reason = None, _without_image(ready)
         if not reason:
             keep = self._last_complete(ready)
-            reason = _unable_to_keep(ready, keep)
+            reason = _unable_to_keep(ready, keep) or ("" if final else _being_sent(ready, keep))
         if durable and self.destinations and (reason or not is_durable):
             self._is_owed = True
         if reason:
             return Skip(reason=reason)
+        if keep in self._made:
+            self._resumed = None  # What was resumed from makes way now, and not before.
         save = self.save(checkpoint_id, step=step, now_ms=now_ms, durable=is_durable, final=final)
         self._made.append(checkpoint_id)
         if is_durable:
@@ -602,8 +628,6 @@ class JobProtocol:
         held = frozenset[CheckpointId]().union(*(rank.held for rank in ready))
         self._made = [checkpoint_id for checkpoint_id in self._made if checkpoint_id in held]
         complete = [checkpoint_id for checkpoint_id in self._made if _is_complete(checkpoint_id, ready)]
-        if complete:
-            self._resumed = None
         last = complete[-1] if complete else self._resumed
         holders = [rank for rank in ready if last in rank.held]
         return None if not holders or any(rank.has_one_image for rank in holders) else last
@@ -696,6 +720,12 @@ def _unable_to_keep(ready: Sequence[Ready], keep: CheckpointId | None) -> str:
     """Why a sharded save cannot begin: the last complete snapshot stays until there is another."""
     ranks = [rank for rank, each in enumerate(ready) if keep in each.held - each.kept]
     return f"the only free image has the last complete snapshot ({_ranks(ranks)})" if ranks else ""
+
+
+def _being_sent(ready: Sequence[Ready], keep: CheckpointId | None) -> str:
+    """Why a sharded save had better not begin: a machine that is lost now would take the last complete snapshot with it."""
+    ranks = [rank for rank, each in enumerate(ready) if keep in each.sending]
+    return f"the last snapshot is still being sent to other machines ({_ranks(ranks)})" if ranks else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ SHARD_SAMPLES = 512
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -40,6 +40,7 @@ def main() -> None:
 
 
 def _measure(cache: Path, megabytes: int, runs: int) -> None:
+    from strata.data.streaming.sources import forget_fetched
     from strata.stores import open_store
 
     rng = np.random.default_rng(0)
@@ -52,21 +53,27 @@ def _measure(cache: Path, megabytes: int, runs: int) -> None:
     shards = {name: len(data) for name, data in files.items() if name.endswith(".mds")}
 
     def cold() -> None:
+        forget_fetched()
         shutil.rmtree(cache, ignore_errors=True)
 
     cases: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {
         "obstore alone": (lambda: None, lambda: _bare(shards)),
         "cold cache, in order": (cold, lambda: _epoch(shuffle=False)),
         "cold cache, shuffled": (cold, lambda: _epoch(shuffle=True)),
-        "warm cache, shuffled": (lambda: None, lambda: _epoch(shuffle=True)),
-        "warm cache, in order": (lambda: None, lambda: _epoch(shuffle=False)),
+        "warm cache, shuffled": (forget_fetched, lambda: _epoch(shuffle=True)),
+        "warm cache, in order": (forget_fetched, lambda: _epoch(shuffle=False)),
         "first batch, cold": (cold, _first_batch),
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(runs):  # In turn, so that what else the machine does falls on all of them.
+    processor_s: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(runs + 1):  # In turn, so that what else the machine does falls on all of them.
         for name, (prepare, run) in cases.items():
             prepare()
-            found[name].append(run())
+            started_s = time.process_time()
+            took_s = run()
+            if number:  # The first round only warms up the process, its connections and the server.
+                found[name].append(took_s)
+                processor_s[name].append(time.process_time() - started_s)
     bare = statistics.median(found["obstore alone"])
     for name, each in found.items():
         middle = statistics.median(each)
@@ -74,7 +81,11 @@ def _measure(cache: Path, megabytes: int, runs: int) -> None:
             print(f"{name:24} {middle:8.2f} s   (slowest {max(each):.2f})", flush=True)
         else:
             speed = megabytes * 1.048576 / middle
-            print(f"{name:24} {speed:8.0f} MB/s   {bare / middle:5.2f} of obstore alone", flush=True)
+            print(
+                f"{name:24} {speed:8.0f} MB/s   {bare / middle:5.2f} of obstore alone"
+                f"   {statistics.median(processor_s[name]):.3f} s of processor time",
+                flush=True,
+            )
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 

@@ -285,13 +285,15 @@ def samples_plot() -> str:
     names = [name for name in next(iter(rows.values())) if name != "schedule"]
     shown = []
     for name in names:
-        pairs = [[int(part) for part in row[name].split("+")] for row in rows.values()]
+        resumed = [row[name] for row in rows.values() if "does not resume" not in row[name]]
+        pairs = [[int(part) for part in cell.split("+")] for cell in resumed]
         lost, repeated = (sum(pair[index] for pair in pairs) for index in (0, 1))
+        failed = len(rows) - len(resumed)
         shown.append(
             Bar(
                 name=name,
                 value=lost + repeated,
-                shown=f"{lost} lost, {repeated} repeated",
+                shown=f"{lost} lost, {repeated} repeated" + (f", {failed} not resumed" if failed else ""),
                 is_ours=name == "Strata",
             )
         )

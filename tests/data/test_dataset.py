@@ -76,3 +76,8 @@ def test_every_public_name_loads() -> None:
     assert "audit" in dir(strata.data)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         strata.data.nothing  # noqa: B018
+
+
+def test_an_error_whose_reason_is_a_sentence_ends_with_one_period() -> None:
+    assert ".." not in str(DataError.at("gs://b/x", "there are no credentials."))
+    assert str(DataError.at("x", "no such file")).splitlines()[0].endswith("no such file.")

@@ -302,3 +302,43 @@ def test_training_that_is_killed_while_it_streams_continues_exactly(tmp_path: Pa
     output, _ = doomed.communicate(timeout=120)
     assert "error: DataError" in output.splitlines()[-1]
     assert f"{url}/b.jsonl" in output.splitlines()[-1]
+
+
+def test_what_was_fetched_is_read_from_memory_within_its_bound(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources.forget_fetched()
+    monkeypatch.setattr(sources, "IN_MEMORY_BYTES", 3 * BLOCK_BYTES)
+    data = np.random.default_rng(1).bytes(8 * BLOCK_BYTES + 100)
+    url = upload("memory", {"x.bin": data}) + "/x.bin"
+    source = sources.StoredSource(url)
+    for block in range(9):
+        source.prefetch(block * BLOCK_BYTES, 1)
+        assert source.read(block * BLOCK_BYTES, 50) == data[block * BLOCK_BYTES :][:50]
+        assert (
+            sum(map(len, sources._fetching._recent.values()))
+            == sources._fetching._recent_bytes
+            <= 3 * BLOCK_BYTES
+        )
+    sources.forget_fetched()
+    shutil.rmtree(own_cache)
+    source.prefetch(8 * BLOCK_BYTES, 1)
+    whole = source.view(8 * BLOCK_BYTES, 100).obj
+    assert any(whole is view.obj for view in sources._fetching._recent.values()), (
+        "the last block was read from the disk, or copied"
+    )
+    sources.forget_fetched()
+    assert source.read(0, source.size_bytes) == data
+
+
+def test_a_cache_that_is_emptied_meanwhile_stays_in_use(own_cache: Path) -> None:
+    cache = caches.block_cache()
+
+    def fetch_while_it_is_emptied() -> memoryview:
+        shutil.rmtree(cache.folder)
+        return memoryview(b"12345")
+
+    assert bytes(cache.fill("ab01", 5, fetch_while_it_is_emptied)) == b"12345"
+    assert not cache.has("ab01")
+    assert bytes(cache.fill("ab02", 5, lambda: memoryview(b"67890"))) == b"67890"
+    assert cache.has("ab02"), "the cache was given up"

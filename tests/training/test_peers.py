@@ -179,7 +179,9 @@ def test_both_holders_lost_means_the_durable_tier_and_that_is_said(tmp_path: Pat
         lost = {"c", holder_of(running, "c")}
         found = lose_and_resume(running, *sorted(lost), safe=safe)
         assert found["tier"] == "NVME", running.output()  # The folder of the job.
-        assert found["resumed"] % 40 == 0
+        # One that was due while copies were sent is made a little later.
+        durable = (tmp_path / "job" / "checkpoints").glob(f"ckpt-{found['resumed']:08d}-*.manifest.json")
+        assert list(durable)
         assert found["resumed"] >= 40
         assert "parts are not there" in running.output()
         for each in running.machines.values():

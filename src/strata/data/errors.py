@@ -24,7 +24,8 @@ class DataError(StrataError):
         cls, path: str, reason: str, *, line: int | None = None, unit: str = "line", hint: str = ""
     ) -> DataError:
         where = f"'{path}'" if line is None else f"'{path}', {unit} {line:,}"
-        return cls(f"Failed to load data from {where}: {reason}.", path=path, line=line, hint=hint)
+        sentence = f"Failed to load data from {where}: {reason.removesuffix('.')}."
+        return cls(sentence, path=path, line=line, hint=hint)
 
 
 class StateMismatch(StrataError):

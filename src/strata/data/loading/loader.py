@@ -27,7 +27,7 @@ from strata.data.iterable import ElasticIterableDataset
 from strata.data.loading.draws import read_samples, seed_at
 from strata.data.loading.sampler import ElasticSampler, WithSampler
 from strata.data.loading.steps import Batch, MapDataset, Step, ThinnedBatch
-from strata.data.streaming.prefetch import BATCHES_AHEAD, Prefetcher
+from strata.data.streaming.prefetch import Prefetcher
 from strata.errors import MissingDependency
 
 try:
@@ -236,7 +236,7 @@ def _prefetched(
         for batch in batches:
             prefetcher.put(batch[1])
             announced.append(batch)
-            if len(announced) > BATCHES_AHEAD:
+            if len(announced) > prefetcher.batches_ahead(len(batch[1])):
                 yield announced.popleft()
         yield from announced
     finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bz2
 import hashlib
 import json
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,17 +140,28 @@ class _Shard:
         self._rows = index.rows
         self.about: dict[str, Any] = json.loads(index.arrays["shard"].tobytes())
         self._decoders = [_decoder(name, source.path) for name in self.about["encodings"]]
+        sizes = self.about["sizes"]
+        self._variable = [place for place, each in enumerate(sizes) if each is None]
+        self._sizes = struct.Struct(f"<{len(self._variable)}I")
         self._offsets: Any = None
+        self._view: Callable[[int, int], bytes | memoryview] = getattr(source, "view", source.read)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
-        return [self._sample(row) for row in rows]
+        offsets = self._header()
+        wanted = np.asarray(rows, dtype=np.intp)
+        starts, stops = offsets[wanted].tolist(), offsets[wanted + 1].tolist()
+        return [
+            self._sample(row, *each) for row, each in zip(rows, zip(starts, stops, strict=True), strict=True)
+        ]
 
     def ranges(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """What of the file will be read for these rows."""
         if self.about["compression"]:
             return [(0, self.source.size_bytes)]
         offsets = self._header()
-        return [(int(offsets[row]), int(offsets[row + 1] - offsets[row])) for row in rows]
+        wanted = np.asarray(rows, dtype=np.intp)
+        starts, lengths = offsets[wanted], offsets[wanted + 1] - offsets[wanted]
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
     def verify(self) -> int:
         """Read everything and compare every digest that is there; how many were."""
@@ -163,14 +175,14 @@ class _Shard:
         self.source.close()
 
     @property
-    def _header_bytes(self) -> int:
+    def header_bytes(self) -> int:
         return 4 + 4 * (self._rows + 1)
 
-    def _bytes(self, offset: int, length: int) -> bytes:
+    def _bytes(self, offset: int, length: int) -> bytes | memoryview:
         if not self.about["compression"]:
-            return self.source.read(offset, length)
+            return self._view(offset, length)
         raw: bytes = self._cache.get((self.source.path, 0), self._whole, len)
-        return raw[offset : offset + length]
+        return memoryview(raw)[offset : offset + length]
 
     def _whole(self) -> bytes:
         data = self.source.read(0, self.source.size_bytes)
@@ -225,35 +237,33 @@ class _Shard:
     def _header(self) -> Any:
         """Where each sample starts, and the last one ends."""
         if self._offsets is None:
-            header = np.frombuffer(self._bytes(0, self._header_bytes), "<u4")
+            header = np.frombuffer(self._bytes(0, self.header_bytes), "<u4")
             if len(header) != self._rows + 2 or header[0] != self._rows or np.any(np.diff(header[1:]) < 0):
                 raise DataError.at(self.source.path, "its header does not fit index.json: it is damaged")
-            self._offsets = header[1:]
+            self._offsets = header[1:].copy()  # Not a view that keeps a block in memory.
         return self._offsets
 
-    def _sample(self, row: int) -> Row:
-        start, stop = self._header()[row : row + 2].tolist()
+    def _sample(self, row: int, start: int, stop: int) -> Row:
         data = self._bytes(start, stop - start)
         try:
             return self._decoded(data, stop - start)
-        except (ValueError, IndexError, TypeError, ArithmeticError) as error:
+        except (ValueError, IndexError, TypeError, ArithmeticError, struct.error) as error:
             raise DataError.at(
                 self.source.path, f"not readable ({error})", line=row + 1, unit="sample"
             ) from error
 
-    def _decoded(self, data: bytes, size: int) -> Row:
+    def _decoded(self, data: bytes | memoryview, size: int) -> Row:
         if len(data) != size:
             raise ValueError("it goes beyond the end of the shard")
         sizes = list(self.about["sizes"])
-        variable = [place for place, each in enumerate(sizes) if each is None]
-        for place, each in zip(variable, np.frombuffer(data, "<u4", len(variable)).tolist(), strict=True):
+        for place, each in zip(self._variable, self._sizes.unpack_from(data), strict=True):
             sizes[place] = each
-        at = 4 * len(variable)
+        at = self._sizes.size
         if at + sum(sizes) != size:
             raise ValueError("the sizes of its columns do not add up")
         row: Row = {}
         for name, decode, each in zip(self.about["columns"], self._decoders, sizes, strict=True):
-            row[name] = decode(data[at : at + each])
+            row[name] = decode(bytes(data[at : at + each]))
             at += each
         return row
 

@@ -68,6 +68,9 @@ class BlockCache:
         while self._is_usable and time.monotonic() < deadline_s:
             try:
                 part = self._reserve(name, size_bytes + _DIGEST_BYTES)
+            except FileNotFoundError:  # The cache was emptied just now.
+                time.sleep(_POLL_S)
+                continue
             except OSError as error:
                 self._give_up(error)
                 break
@@ -148,6 +151,8 @@ class BlockCache:
                 is_kept = True
                 status = os.fstat(part)
                 self._verified[name] = (status.st_ino, status.st_mtime_ns)
+            except FileNotFoundError:
+                log.info("the cache was emptied while %s was written", unfinished)
             except OSError as error:  # The disk is full after all, or was taken away.
                 self._give_up(error)
             return data
@@ -167,17 +172,18 @@ class BlockCache:
         """A file of this size to write the block to, locked; -1 where another process writes it or has written it; None where
         there is no space."""
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + _PART)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
         with exclusively(self.folder / "lock") as lock:
             if path.exists():
                 return -1
-            fd = os.open(path.with_name(path.name + _PART), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(fd)
                 return -1
-            unfinished = path.with_name(path.name + _PART)
             if path.exists():  # Since we looked: what was opened may be it, under its new name.
                 with suppress(FileNotFoundError):
                     if unfinished.stat().st_ino == os.fstat(fd).st_ino:

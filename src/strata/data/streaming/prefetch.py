@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from strata.data.reader import DatasetFiles, DatasetReader
+from strata.data.streaming.sources import BLOCK_BYTES, FETCH_THREADS
 
 BATCHES_AHEAD = 8
-"""Beyond those that loader processes have been given."""
-_WAITING = 4 * BATCHES_AHEAD
+"""At least, beyond those that loader processes have been given."""
+BYTES_AHEAD = 2 * FETCH_THREADS * BLOCK_BYTES
+"""About: so much keeps every thread that fetches at work, also where batches are small."""
+MOST_BATCHES_AHEAD = 64
+_WAITING = 2 * MOST_BATCHES_AHEAD
 
 
 class Prefetcher:
@@ -24,6 +28,8 @@ class Prefetcher:
 
     def __init__(self, found: DatasetFiles) -> None:
         self._found = found
+        samples = sum(file.samples for file in found.files)
+        self._sample_bytes = sum(file.size_bytes for file in found.files) / max(samples, 1)
         self._wanted: queue.Queue[Sequence[int] | None] = queue.Queue(_WAITING)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="strata-prefetch", daemon=True)
@@ -33,6 +39,11 @@ class Prefetcher:
         """These come soon. Forgotten where too many wait already."""
         with suppress(queue.Full):
             self._wanted.put_nowait(samples)
+
+    def batches_ahead(self, samples: int) -> int:
+        """How many batches of so many samples to be given ahead."""
+        wanted = int(BYTES_AHEAD / max(samples * self._sample_bytes, 1.0))
+        return min(max(wanted, BATCHES_AHEAD), MOST_BATCHES_AHEAD)
 
     def close(self) -> None:
         self._is_closed = True

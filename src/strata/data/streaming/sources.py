@@ -13,6 +13,7 @@ import glob
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,8 @@ BLOCK_BYTES = 4 * 2**20
 READ_AHEAD_BLOCKS = 6
 FETCH_THREADS = 6
 MOST_UNDER_WAY = 32
+IN_MEMORY_BYTES = 64 * 2**20
+"""So much of the blocks it fetched itself a process keeps, so that they are read without the disk."""
 _PEEK_BYTES = 64
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
@@ -139,19 +142,25 @@ class StoredSource:
         """Blocks before this one are on their way, or here."""
 
     def read(self, offset: int, length: int) -> bytes:
+        found = self.view(offset, length)
+        whole = found.obj
+        return whole if isinstance(whole, bytes) and len(whole) == len(found) else bytes(found)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """As `read`, without copying what is in memory. What is kept of it keeps a whole block alive."""
         length = min(length, self.size_bytes - offset)
         if length <= 0:
-            return b""
+            return memoryview(b"")
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
         is_sequential = first in (self._last_block, self._last_block + 1)
         self._last_block = last
         if is_sequential:
             self._fetch_ahead(last)
         elif self._is_set_larger and length <= BLOCK_BYTES // 8 and not self._cache.has(self._name(first)):
-            return bytes(self._fetch(offset, length))
+            return self._fetch(offset, length)
         if first == last:
             start = offset - first * BLOCK_BYTES
-            return bytes(self._block(first, start, start + length))
+            return self._block(first, start, start + length)
         for block in range(first, last + 1):
             _fetching.start(self, block)
         pieces = []
@@ -159,7 +168,7 @@ class StoredSource:
             start = max(offset - block * BLOCK_BYTES, 0)
             stop = min(offset + length - block * BLOCK_BYTES, BLOCK_BYTES)
             pieces.append(self._block(block, start, stop))
-        return b"".join(pieces)
+        return memoryview(b"".join(pieces))
 
     def prefetch(self, offset: int, length: int) -> None:
         """Fetch what will be read soon, beside other work. Never waits; what cannot be fetched is found out when it is read."""
@@ -183,14 +192,21 @@ class StoredSource:
 
     def _block(self, number: int, start: int, stop: int) -> memoryview:
         name, size_bytes = self._name(number), self._block_bytes(number)
-        _fetching.wait(name)
+        if (fetched := _fetching.wait(name)) is not None:
+            return fetched[start:stop]
         return self._cache.read(name, size_bytes, start, stop, lambda: self._fetch_block(number))
 
-    def fill(self, number: int) -> None:
-        """Have a block in the cache."""
+    def fill(self, number: int, arrived: Callable[[memoryview], None]) -> None:
+        """Have a block in the cache. Where it is fetched, `arrived` has its bytes before they are written."""
+
+        def fetch() -> memoryview:
+            data = self._fetch_block(number)
+            arrived(data)
+            return data
+
         name = self._name(number)
         if not self._cache.has(name):
-            self._cache.fill(name, self._block_bytes(number), lambda: self._fetch_block(number))
+            self._cache.fill(name, self._block_bytes(number), fetch)
 
     def name_of(self, number: int) -> str:
         return self._name(number)
@@ -227,33 +243,76 @@ class StoredSource:
 
 class _Fetching:
     """Blocks that are fetched beside reading, in a few threads of this process. Never raises: whoever reads a block that could
-    not be fetched tries it again, and says what is wrong."""
+    not be fetched tries it again, and says what is wrong.
+
+    A block can be read as soon as its bytes are here, while they are written to the cache. The last few stay in memory.
+    """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
         self._under_way: dict[str, Future[None]] = {}
+        """Until they are written; each is done once its bytes are here."""
+        self._recent: dict[str, memoryview] = {}
+        self._recent_bytes = 0
+        self._lock = threading.Lock()
 
     def start(self, source: StoredSource, block: int) -> None:
         if self._pid != os.getpid():
             self._pool, self._pid, self._under_way = None, os.getpid(), {}
+            self._recent, self._recent_bytes, self._lock = {}, 0, threading.Lock()
         name = source.name_of(block)
-        if name in self._under_way or len(self._under_way) >= MOST_UNDER_WAY or not source.lacks(name):
+        if name in self._under_way or name in self._recent or len(self._under_way) >= MOST_UNDER_WAY:
+            return
+        if not source.lacks(name):
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")
-        future = self._pool.submit(source.fill, block)
-        self._under_way[name] = future
-        future.add_done_callback(lambda _: self._under_way.pop(name, None))
+        arrived: Future[None] = Future()
+        self._under_way[name] = arrived
+        self._pool.submit(self._fetch, source, block, arrived)
 
-    def wait(self, name: str) -> None:
-        future = self._under_way.get(name) if self._pid == os.getpid() else None
-        if future is not None:
+    def wait(self, name: str) -> memoryview | None:
+        """The block, once it is here; None where it was not fetched, or is in memory no more."""
+        if self._pid != os.getpid():
+            return None
+        if (arrived := self._under_way.get(name)) is not None:
+            arrived.result()
+        return self._recent.get(name)
+
+    def forget(self) -> None:
+        """Everything under way is written, and nothing fetched is in memory."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+        self._recent, self._recent_bytes = {}, 0
+
+    def _fetch(self, source: StoredSource, block: int, arrived: Future[None]) -> None:
+        name = source.name_of(block)
+
+        def keep(data: memoryview) -> None:
+            with self._lock:
+                self._recent[name] = data
+                self._recent_bytes += len(data)
+                while self._recent_bytes > IN_MEMORY_BYTES:  # The oldest first: they were read first.
+                    self._recent_bytes -= len(self._recent.pop(next(iter(self._recent))))
+            arrived.set_result(None)
+
+        try:
             with suppress(Exception):
-                future.exception()
+                source.fill(block, keep)
+        finally:
+            if not arrived.done():
+                arrived.set_result(None)
+            self._under_way.pop(name, None)
 
 
 _fetching = _Fetching()
+
+
+def forget_fetched() -> None:
+    """Wait until what was fetched is in the cache, and keep none of it in memory: for measurements that begin cold."""
+    _fetching.forget()
 
 
 class WatchedSource:

@@ -44,6 +44,15 @@ NAMES = {
 }
 
 
+def pythons_of_peers() -> dict[str, Path]:
+    """What runs each of them: this environment has two of them already."""
+    own = Path(sys.executable)
+    return {"torchdata": own, "datasets": own} | {
+        name: environment(name, needed, with_dependencies=name in WITH_DEPENDENCIES)
+        for name, needed in REQUIREMENTS.items()
+    }
+
+
 def _peer(peer: str, python: Path, schedule: list[int]) -> dict[str, Any]:
     script = Path(__file__).with_name("resume_peers.py")
     question = json.dumps({"total": TOTAL, "schedule": schedule})
@@ -66,11 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args(argv)
-    pythons = {"torchdata": Path(sys.executable), "datasets": Path(sys.executable)}
-    pythons |= {
-        name: environment(name, needed, with_dependencies=name in WITH_DEPENDENCIES)
-        for name, needed in REQUIREMENTS.items()
-    }
+    pythons = pythons_of_peers()
 
     def compare(schedule: list[int]) -> str:
         return ", ".join(

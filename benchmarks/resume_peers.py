@@ -291,13 +291,9 @@ def streaming_rank(
 
 
 def _streaming() -> Any:
-    from streaming_package import without_images  # type: ignore[import-not-found, unused-ignore]
+    from streaming_package import import_streaming  # type: ignore[import-not-found, unused-ignore]
 
-    without_images()
-    sys.path[:] = [
-        each for each in sys.path if Path(each).resolve() != Path(__file__).parent
-    ]  # It has a `streaming` too.
-    return importlib.import_module("streaming")
+    return import_streaming()
 
 
 PEERS = {

@@ -3,9 +3,11 @@ one version of torch only. Knows nothing of Strata."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 
@@ -22,3 +24,10 @@ def without_images() -> None:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         module.__dict__.update(attributes)
         sys.modules[name] = module
+
+
+def import_streaming() -> Any:
+    """The package; not the module of that name beside this one."""
+    without_images()
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() != Path(__file__).parent]
+    return importlib.import_module("streaming")

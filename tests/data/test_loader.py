@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -320,3 +321,16 @@ def test_bad_options_are_refused() -> None:
         ElasticLoader(Numbers(), sampler(), in_order=False)
     with pytest.raises(ValueError, match="'taken' or 'explicit'"):
         ElasticLoader(Numbers(), sampler(), commit="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "total", [np.int64(TOTAL), torch.tensor(TOTAL), range(TOTAL), np.zeros(TOTAL), Numbers()]
+)
+def test_number_of_samples_may_be_any_whole_number_or_the_dataset_itself(total: Any) -> None:
+    assert ElasticSampler(total, batch_size=4).total == TOTAL
+
+
+@pytest.mark.parametrize("total", [10.0, None, object(), True])
+def test_number_of_samples_that_is_none_is_an_error_and_never_nothing_to_train(total: Any) -> None:
+    with pytest.raises(TypeError, match="how many samples"):
+        ElasticSampler(total, batch_size=4)

@@ -16,9 +16,11 @@ long it is may change with its weights, so the ledger takes it for endless, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,7 +52,7 @@ class ElasticSampler:
 
     def __init__(
         self,
-        total: int | Mixture,
+        total: SupportsIndex | Sized | Mixture,
         *,
         global_batch_size: int | None = None,
         batch_size: int | None = None,
@@ -64,7 +66,7 @@ class ElasticSampler:
         drop_last: bool = False,
         dataset: str = "data",
     ) -> None:
-        """`total`: how many samples there are, or a mixture, which brings its own seed."""
+        """`total`: how many samples there are, or the dataset, or a mixture, which brings its own seed."""
         if [global_batch_size, batch_size, max_tokens].count(None) != 2:
             raise ValueError("give either global_batch_size or batch_size (per rank), or max_tokens")
         if (max_tokens is None) != (lengths is None):
@@ -83,7 +85,7 @@ class ElasticSampler:
         self.dataset = dataset
         self.mixture = self._mixed(total, global_batch_size) if isinstance(total, Mixture) else None
         """Which samples of its sources stand where, if this reads a mixture."""
-        self._total = total if isinstance(total, int) else 0
+        self._total = _samples_in(total) if not isinstance(total, Mixture) else 0
         self.shuffle = shuffle
         self.seed = seed if self.mixture is None else self.mixture.plan.definition.seed
         self.drop_last = drop_last
@@ -503,3 +505,15 @@ def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[int,
             f"There is no position {position:,} in epoch {epoch} of {ours['total']:,} samples."
         )
     return epoch, position
+
+
+def _samples_in(total: SupportsIndex | Sized) -> int:
+    """Never 0 for what is not understood: that would be an epoch in which nothing is trained."""
+    counts: tuple[Callable[[Any], int], ...] = (operator.index, len)
+    for count in counts if not isinstance(total, bool) else ():
+        with suppress(TypeError):  # An array has both, and is no number.
+            return count(total)
+    raise TypeError(
+        f"{type(total).__name__} does not say how many samples there are: give their number, a dataset with a length, or a "
+        "strata.Mixture"
+    )

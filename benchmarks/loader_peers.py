@@ -90,8 +90,8 @@ def ours(folder: Path) -> Iterator[Any]:
 
 
 def ours_mds(folder: Path) -> Iterator[Any]:
-    strata: Any = importlib.import_module("strata")
-    return _strata(strata.ElasticDataset(str(folder / MDS)))
+    data: Any = importlib.import_module("strata.data")
+    return _strata(data.ElasticDataset(str(folder / MDS)))
 
 
 def _strata(dataset: Any) -> Iterator[Any]:

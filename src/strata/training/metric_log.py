@@ -349,7 +349,12 @@ def _taken(values: list[Any], where: list[int]) -> _Pending:
     """As they are now: whatever the loop does to its tensors afterwards."""
     with torch.no_grad():
         found = [values[index] for index in where]
-        together = torch.stack([each if each.dim() == 0 else each.reshape(()) for each in found])
+        if len(found) == 1 and found[0].is_cuda:
+            together = found[0].reshape(
+                1
+            )  # Its copy to the host is part of its stream, and needs no other before it.
+        else:
+            together = torch.stack([each if each.dim() == 0 else each.reshape(()) for each in found])
         if not together.is_cuda:
             return _Pending(where, together, None)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

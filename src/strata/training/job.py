@@ -1864,15 +1864,16 @@ def _offer(manifest: Manifest, *, tier: str, where: str, distance: int) -> Offer
 
 def _tier_of(load: Load | LoadShards) -> str:
     """Where a state came from: of a sharded one, the farthest place that something had to be read from."""
-    tier, found = load.offer.tier, set[str]()
+    tier, found, wanted = load.offer.tier, set[str](), set(load.offer.parts)
     for source in load.sources if isinstance(load, LoadShards) else ():
-        if source.offer.parts and found >= set(source.offer.parts):
+        if wanted and found >= wanted:
             break
-        if not source.offer.parts or source.offer.part not in found:
-            tier = source.offer.tier
         if not source.offer.parts:
-            break  # It has all of it.
+            return source.offer.tier  # It has all of it.
+        if source.offer.part not in found:
+            tier = source.offer.tier
         found.add(source.offer.part)
+        wanted.update(source.offer.parts)
     return tier
 
 

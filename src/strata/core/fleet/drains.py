@@ -185,7 +185,7 @@ class Drains:
             saved_step=command.saved_step,
             lost_steps=command.lost_steps,
             where=command.where,
-            reason=command.reason,
+            reason=command.reason or "its agent left without a reason",
             at_s=now.wall_s,
         )
         known = self.hosts.get(command.host)

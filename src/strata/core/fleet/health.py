@@ -85,7 +85,7 @@ class Health:
             measured=dict(command.measured),
             failed=failed,
             seconds=command.seconds,
-            reason=command.reason,
+            reason=command.reason or "examined",
             at_s=now.wall_s,
         )
 

@@ -27,7 +27,9 @@ PROSE = [
         "*.md",
     )
     for path in sorted(ROOT.glob(pattern))
-    if path.suffix in {".py", ".md", ".sh", ".toml", ".txt", ".proto", ".yaml", ".html"} and path.is_file()
+    if "node_modules" not in path.parts
+    and path.suffix in {".py", ".md", ".sh", ".toml", ".txt", ".proto", ".yaml", ".html"}
+    and path.is_file()
     if "egg-info" not in str(path)
 ]
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError|breakpoint\(\)|pdb\.set_trace)")
@@ -253,5 +255,6 @@ def test_every_program_that_is_run_is_declared(folder: str) -> None:
     assert [
         f"{relative(path)}:{problem}"
         for path in sorted((ROOT / folder).rglob("*.py"))
+        if "node_modules" not in path.parts
         for problem in undeclared(path.read_text(), is_test=folder == "tests")
     ] == []

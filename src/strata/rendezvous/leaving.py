@@ -102,15 +102,16 @@ class Leaving:
             self._handover.left()
         if self._timer is not None:
             self._timer.cancel()
-        self._end_in_time()
         outcomes = _read_outcomes()
         if not outcomes and self._handover.notice is None:
+            self._end_in_time()
             return None  # A script of its own kind, which was asked to end: it says itself what it has saved.
         summary = summarize(outcomes, workers=workers)
         lost = " (how many steps are lost, those who continue will say)" if summary.lost_steps is None else ""
         log.warning("this machine has left the run: %s%s", summary.reason, lost)
         if coordinator:
             _report(summary, launch=launch, coordinator=coordinator)
+        self._end_in_time()  # Whoever is late has said what there is to say.
         return summary
 
     def _end_in_time(self) -> None:

@@ -27,7 +27,7 @@ from strata.errors import StrataError
 
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 POLL_S = 0.2
-SETTLE_S = 15.0
+SETTLE_S = 60.0
 """How long after a machine has gone those who continue may take to say what was lost."""
 
 
@@ -86,7 +86,11 @@ def _wait(api: str, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_settled(known: dict[str, Any]) -> bool:
-    return known["state"] == "drained" and all(one["lost_steps"] is not None for one in known["handovers"])
+    """It has gone, and what its runs have lost is known."""
+    if known["state"] != "drained":
+        return False
+    lost = [one["lost_steps"] for one in known["handovers"]]
+    return None not in lost and bool(lost or not known["agents"])
 
 
 def _print(known: dict[str, Any]) -> None:
@@ -94,6 +98,10 @@ def _print(known: dict[str, Any]) -> None:
     what = known["outcome"] if known["state"] == "drained" else f"it may go in {duration(left_s)}"
     lines = [f"{known['host']} is {known['state']}: {what}"]
     lines += [f"  {one['run']}: {one['reason']}" for one in known["handovers"]]
+    if known["state"] == "drained" and not _is_settled(known):
+        lines.append(
+            "  What its runs have lost is not known yet. Look again with: strata drain; strata recoveries"
+        )
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 

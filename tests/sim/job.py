@@ -660,6 +660,8 @@ class Life:
             records, order.placement.checkpoint_id, durable=order.durable, world_size=len(self.machines)
         )
         checkpoint = Checkpoint(placement=order.placement, step=self.step, trained=self.trained, data=data)
+        if order.final:
+            self.sim.final_saves.add(checkpoint.checkpoint_id)
         self.sim.tell(
             f"{self} saves {checkpoint.checkpoint_id}{' finally' if order.final else ''}"
             f"{'' if order.durable else ' in memory'} (parent {order.placement.parent})"
@@ -1278,6 +1280,7 @@ class Simulation:
         self.senders: list[tuple[Machine, Steps]] = []
         """Of the machines' agents."""
         self.copies_given_up = False
+        self.final_saves: set[CheckpointId] = set()
         """Some copy was refused, given up or lost: what was safe may not be any longer."""
         for machine in self.machines:
             self._furnish(machine)
@@ -1632,7 +1635,10 @@ class Simulation:
             self.counts["copies refused"] += 1
             self.tell(f"{there.name} refuses {slot} of {copy.checkpoint_id}: {answer.reason}")
             return "refused"
-        self.check_safe(safe, f"the arrival of {copy.checkpoint_id} at {there.name}")
+        if (
+            copy.checkpoint_id not in self.final_saves
+        ):  # The last one is durable, or the run fails: it waits for no copies.
+            self.check_safe(safe, f"the arrival of {copy.checkpoint_id} at {there.name}")
         if answer.is_there:
             return "complete"
         for _ in range(self.random.randint(1, 12)):

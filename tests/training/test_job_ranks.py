@@ -310,7 +310,7 @@ def test_machines_fall_back_to_each_others_snapshots_and_then_to_the_durable_tie
 
     def crash(at: int, *, generation: int, script: dict[str, Any]) -> Launch:
         """Two machines train up to a step and lose their power."""
-        job = launch(endpoint=meeting, nodes=(2, 2), script={**script, "settled": 1})
+        job = launch(endpoint=meeting, nodes=(2, 2), script=script)
         job.hold(at)
         for memory in machines:
             job.start(ranks=1, memory=memory)

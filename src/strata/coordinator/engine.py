@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.space import Space, megabytes
-from strata.coordinator.journal.sqlite import Journal, JournalError, JournalFull
+from strata.coordinator.journal.protocol import Journal, JournalError, JournalFull, JournalSpace
+from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
@@ -88,7 +88,7 @@ class StorageFull(Unavailable):
 
     code = "storage_full"
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: JournalSpace) -> None:
         super().__init__(
             f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
             f"{megabytes(space.low_bytes)}.",

@@ -23,7 +23,7 @@ from strata.coordinator.http.streams import StreamSlots
 from strata.coordinator.inspection.checkpoints import Verifications
 from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, InspectionProcesses
-from strata.coordinator.journal.sqlite import Journal
+from strata.coordinator.journal.protocol import Journal
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.collectors import JobCollector, LogCollector, StorageCollector

@@ -22,17 +22,16 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from strata.coordinator.journal import codec
+from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
-from strata.errors import StrataError
 from strata.files import make_file_private
 
 log = logging.getLogger("strata.coordinator")
@@ -61,48 +60,6 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events(seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshot(position INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
 """
-
-
-class JournalError(StrataError):
-    """The history cannot be read or written. Nothing more may be acknowledged."""
-
-    code = "journal"
-
-
-class JournalFull(JournalError):
-    """There is no space left, not in the reserve either."""
-
-    code = "journal_full"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    seq: int
-    event: Event
-
-
-class Journal(Protocol):
-    """Where the engine keeps its history. SQLite here; anything that appends in order and survives will do."""
-
-    space: Space
-
-    def __str__(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def load(self) -> Iterator[Event]:
-        """The newest snapshot, then everything after it, in order."""
-        ...
-
-    def append(self, events: Sequence[Event]) -> None:
-        """Durable when it returns; all of them or none."""
-        ...
-
-    def snapshot(self, events: Iterable[Event]) -> None:
-        """Replace the snapshot by this history, which must lead to the state after the last append."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class SqliteJournal:

@@ -38,11 +38,19 @@ class Entry:
 class JournalSpace(Protocol):
     """Whether there is space for more."""
 
-    is_full: bool
-    free_bytes: int
-    total_bytes: int
-    low_bytes: int
-    """With less than this free changes are refused."""
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def free_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def low_bytes(self) -> int:
+        """With less than this free changes are refused."""
+        ...
 
     @property
     def folder(self) -> Path | str:

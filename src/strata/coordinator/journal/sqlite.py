@@ -65,7 +65,7 @@ CREATE TABLE IF NOT EXISTS snapshot(position INTEGER PRIMARY KEY, kind TEXT NOT 
 class SqliteJournal:
     def __init__(self, data_dir: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self.path = data_dir / JOURNAL_NAME
-        self._lock = _lock_directory(data_dir)
+        self._lock = lock_directory(data_dir)
         try:
             self.space = Space(data_dir, reserve_bytes=reserve_bytes)
             open_privately(self.path)
@@ -320,7 +320,7 @@ def _make_private(data_dir: Path) -> None:
     )
 
 
-def _lock_directory(data_dir: Path) -> int:
+def lock_directory(data_dir: Path) -> int:
     try:
         _make_private(data_dir)
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -23,7 +23,6 @@ from strata.coordinator.engine import Unavailable
 from strata.coordinator.journal.etcd import Compacted, EtcdJournal, EtcdLog
 from strata.coordinator.journal.protocol import Deposed, JournalError
 from strata.core.leadership import (
-    PATIENCE_LEASES,
     Campaign,
     Instruction,
     Leader,
@@ -174,7 +173,7 @@ class Election:
             raise Standby(self.leader)
 
     async def confirmed(self) -> None:
-        give_up_s = boot_time_s() + self._lease_s * (1 + PATIENCE_LEASES)
+        give_up_s = boot_time_s() + self._leadership.patience_s
         while not (self._serves and self._leadership.may_answer(boot_time_s())):
             # Elected, and still reading; or a leader whose lease is about to be renewed, or lost.
             if self._leadership.role != "leader" or boot_time_s() > give_up_s:
@@ -305,7 +304,7 @@ class Election:
                 f"nobody leads, and etcd at {self._journal.location.address} does not answer: {error}"
             )
             with self._lock:
-                self._leadership.not_won(None, revision=0)
+                self._leadership.not_won(None, revision=0, now_s=sent_s)
             return
         self._outage.ended()
         with self._lock:
@@ -313,7 +312,7 @@ class Election:
                 self._lease = lease
                 self._leadership.won(leader, sent_s=sent_s)
             else:
-                self._leadership.not_won(leader, revision=revision)
+                self._leadership.not_won(leader, revision=revision, now_s=sent_s)
         if lease:
             self._in_loop(self._won.set)
         elif leader is not None:
@@ -357,7 +356,7 @@ class Election:
             return  # What its own campaign brought about is its own to say.
         with self._lock:
             before = self._leadership.leader
-            self._leadership.leader_seen(leader, revision=revision)
+            self._leadership.leader_seen(leader, revision=revision, now_s=boot_time_s())
             after = self._leadership.leader
         if after != before:
             if after is not None:

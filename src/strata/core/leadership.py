@@ -193,6 +193,7 @@ class Leadership:
         self.leader: Leader | None = None
         """As last seen; whoever leads sees itself."""
         self._seen_revision = 0
+        self._seen_s = 0.0
         self._renewed_s = 0.0
         """When the last renewal that was granted had been sent."""
         self._next_renewal_s = 0.0
@@ -200,11 +201,11 @@ class Leadership:
 
     # What the store says
 
-    def leader_seen(self, leader: Leader | None, *, revision: int) -> None:
+    def leader_seen(self, leader: Leader | None, *, revision: int, now_s: float) -> None:
         """What was at the leader's key at a revision; what is older than what is known says nothing."""
         if revision < self._seen_revision:
             return
-        self._seen_revision = revision
+        self._seen_revision, self._seen_s = revision, now_s
         if self.role == "standby":
             self.leader = leader
 
@@ -218,11 +219,11 @@ class Leadership:
         self._renewed_s = sent_s
         self._next_renewal_s = sent_s + self.lease_s / RENEWALS_PER_LEASE
 
-    def not_won(self, leader: Leader | None, *, revision: int) -> None:
+    def not_won(self, leader: Leader | None, *, revision: int, now_s: float) -> None:
         """Somebody else was faster, or nobody answered."""
         self._is_campaigning = False
         if revision:
-            self.leader_seen(leader, revision=revision)
+            self.leader_seen(leader, revision=revision, now_s=now_s)
 
     def renewed(self, *, sent_s: float) -> None:
         if self.role == "leader":
@@ -234,6 +235,11 @@ class Leadership:
 
     # What follows
 
+    @property
+    def patience_s(self) -> float:
+        """After so long without an answer of the store a leader steps down, and a standby no longer knows of one."""
+        return self.lease_s * (1 + PATIENCE_LEASES)
+
     def may_answer(self, now_s: float) -> bool:
         """Whether nobody else can have led up to now: what is read here is the newest there is."""
         return self.role == "leader" and now_s < self._renewed_s + self.lease_s * (1 - CLOCK_MARGIN)
@@ -242,13 +248,15 @@ class Leadership:
         """What is to be done now. Called several times in a lease."""
         match self.role:
             case "standby":
+                if now_s - self._seen_s >= self.patience_s:
+                    self.leader = None  # Nobody knows whether it still leads: the store does not answer.
                 if self.leader is None and not self._is_campaigning:
                     self._is_campaigning = True
                     return [Campaign()]
                 return []
             case "leader":
                 silent_s = now_s - self._renewed_s
-                if silent_s >= self.lease_s * (1 + PATIENCE_LEASES):
+                if silent_s >= self.patience_s:
                     self.lost()
                     return [StepDown(f"its lease could not be renewed for {silent_s:.1f} s")]
                 if now_s >= self._next_renewal_s:

@@ -10,8 +10,9 @@ import grpc
 
 from strata.core.messages import ReportFailure, ReportHandover, ReportHealth
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc, wire
+from strata.rpc import wire
 from strata.rpc.presence import AgentPresence
+from strata.rpc.stubs import Stubs
 from strata.rpc.tls import channel_credentials
 
 
@@ -34,7 +35,7 @@ class CoordinatorCasClient:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
             self._channel = grpc.secure_channel(address, credentials, options=options)
-        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stubs = Stubs(self._channel)
         self._timeout_s = timeout_s
         token = os.environ.get("STRATA_TOKEN")
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -76,7 +77,9 @@ class CoordinatorCasClient:
         """Why this machine is not to join; empty where it is fit. A coordinator of an earlier version says nothing."""
         request = wire.health_report(command)
         try:
-            answer = self._stub.ReportHealth(request, timeout=self._timeout_s, metadata=self._metadata)
+            answer = self._stubs.call(
+                "ReportHealth", request, timeout=self._timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return ""
@@ -87,7 +90,7 @@ class CoordinatorCasClient:
         """Raises `HostRefused` for a machine that is out of use. A coordinator of an earlier version refuses none."""
         request = pb.AdmitHostRequest(host=host)
         try:
-            self._stub.AdmitHost(request, timeout=self._timeout_s, metadata=self._metadata)
+            self._stubs.call("AdmitHost", request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise HostRefused(error.details()) from None
@@ -101,7 +104,10 @@ class CoordinatorCasClient:
         machine is taken out of use, or goes: why, and within how many seconds."""
 
         def open_stream(messages: Iterator[pb.AgentMessage]) -> object:
-            return self._stub.Presence(messages, metadata=self._metadata, wait_for_ready=True)
+            call: object = self._stubs.current.method("Presence")(
+                messages, metadata=self._metadata, wait_for_ready=True
+            )
+            return call
 
         return AgentPresence(open_stream, key=key, node=node, run_id=run_id, host=host, on_leave=on_leave)
 
@@ -110,6 +116,6 @@ class CoordinatorCasClient:
 
     def _call(self, method: str, request: Any) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=self._timeout_s, metadata=self._metadata)
+            return self._stubs.call(method, request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ConnectionError(f"{error.code().name.lower()}: {error.details()}") from None

@@ -27,7 +27,7 @@ import grpc.aio
 
 from strata.backoff import Backoff
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.stubs import Stubs
 from strata.worker.errors import (
     BarrierBroken,
     CoordinatorRefused,
@@ -191,8 +191,8 @@ class SessionThread:
         while True:
             remaining_s = max(0.05, deadline_s - time.monotonic())
             try:
-                return await getattr(self._stub, method)(
-                    request, timeout=remaining_s, metadata=self._metadata
+                return await self._stubs.call_async(
+                    method, request, timeout=remaining_s, metadata=self._metadata
                 )
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc(error, self.address)
@@ -239,6 +239,7 @@ class SessionThread:
                 if self._has_left:
                     return
             except grpc.aio.AioRpcError as error:
+                self._stubs.stream_failed(error)
                 failure = from_rpc(error, self.address)
                 if isinstance(failure, StaleWorker):
                     self._become_stale(failure)
@@ -262,7 +263,7 @@ class SessionThread:
 
     async def _run_session(self, registration: pb.RegisterWorkerResponse) -> None:
         # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.
-        stream = self._stub.Session(metadata=self._metadata, wait_for_ready=True)
+        stream = self._stubs.current.method("Session")(metadata=self._metadata, wait_for_ready=True)
         hello = pb.Hello(worker_id=registration.assigned_id, incarnation=registration.incarnation)
         await stream.write(pb.WorkerMessage(hello=hello))
         reader = self._loop.create_task(self._read(stream))
@@ -433,7 +434,7 @@ class SessionThread:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
             self._channel = grpc.aio.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
-        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stubs = Stubs(self._channel)
 
     async def _end_session(self) -> None:
         if self._session is not None:

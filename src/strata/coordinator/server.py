@@ -285,7 +285,7 @@ class Server:
             on_metrics=runtime.notifier.logged,
             standing=runtime.standing,
         )
-        server.add_generic_rpc_handlers((handlers(service),))
+        server.add_generic_rpc_handlers(handlers(service))
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -332,7 +332,7 @@ class Election:
             if lives:
                 self._leadership.renewed(sent_s=sent_s)
             else:
-                self._leadership.lost()
+                self._leadership.resign()
         if not lives:
             self._lease = ""
             self._depose("its lease has run out")
@@ -427,7 +427,7 @@ class Election:
     def _fell_behind(self, error: JournalError) -> None:
         failure = self._too_far_behind(error)
         with self._lock:
-            self._leadership.lost()
+            self._leadership.resign()
 
         def tell() -> None:
             if self._deposed is not None and not self._deposed.done():

@@ -229,7 +229,7 @@ class Leadership:
         if self.role == "leader":
             self._renewed_s = max(self._renewed_s, sent_s)
 
-    def lost(self) -> None:
+    def resign(self) -> None:
         """The lease is over, or an append was refused: somebody else may lead. Or a standby has missed what cannot be read any more."""
         self.role, self.leader = "deposed", None
 
@@ -257,7 +257,7 @@ class Leadership:
             case "leader":
                 silent_s = now_s - self._renewed_s
                 if silent_s >= self.patience_s:
-                    self.lost()
+                    self.resign()
                     return [StepDown(f"its lease could not be renewed for {silent_s:.1f} s")]
                 if now_s >= self._next_renewal_s:
                     self._next_renewal_s = now_s + self.lease_s / RENEWALS_PER_LEASE

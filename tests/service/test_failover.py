@@ -217,6 +217,8 @@ def test_standby_serves_reading_and_says_who_leads(etcd: EtcdCluster, pairs: Cal
     assert answer.headers["Strata-Role"] == "standby"
     assert json.load(answer)["code"] == "standby"
     answer.close()
+    # Tokens of tasks that one has started count with the other.
+    assert len({(each.data_dir / "task-tokens.key").read_bytes() for each in pair.both}) == 1
     with urllib.request.urlopen(leader.url + "/api/health", timeout=30) as healthy:
         assert healthy.headers["Strata-Role"] == "leader"
 

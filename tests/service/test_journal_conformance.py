@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal.copying import copy_journal
 from strata.coordinator.journal.etcd import EtcdJournal, hold, parse_location
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError
 from strata.coordinator.journal.space import Space
@@ -22,6 +23,7 @@ from strata.core.cluster import Cluster
 from strata.core.leadership import Record
 from strata.core.messages import DatasetId, DatasetRegistered, DatasetSpec, Event, ValueSwapped
 from strata.etcd import EtcdClient, LeaseLost, encode
+from tests.cli.running import strata
 from tests.harness.etcd_server import EtcdServer
 
 
@@ -346,3 +348,58 @@ def test_addresses_have_several_hosts_a_prefix_and_usual_ports() -> None:
     assert found.address.endpoints == (("a", 1), ("b", 2379), ("::1", 3))
     assert found.prefix == "/here"
     assert parse_location("etcd://a").prefix == "/strata"
+
+
+# --- copying ------------------------------------------------------------------------------------------------
+
+
+def test_journal_is_copied_into_etcd_and_back(etcd_backend: EtcdBackend, tmp_path: Path) -> None:
+    source = SqliteBackend(tmp_path / "source")
+    history = [event(number) for number in range(2_500)]
+    with source.opened() as journal:
+        journal.append(history[:10])
+        journal.snapshot(history[:10])
+        journal.append(history[10:])
+    url = str(etcd_backend.location)
+    done = strata("journal", "copy", f"sqlite:{tmp_path / 'source'}", url)
+    assert (done.code, done.err) == (0, "")
+    assert "2,500 events" in done.out
+    assert f"strata serve --journal {url}" in done.out
+    assert etcd_backend.loaded() == history
+    done = strata("journal", "copy", url, f"sqlite:{tmp_path / 'back'}")
+    assert done.code == 0, done.err
+    assert SqliteBackend(tmp_path / "back").loaded() == history
+
+
+def test_copy_overwrites_nothing_and_takes_nothing_from_under_a_coordinator(
+    etcd_backend: EtcdBackend, tmp_path: Path
+) -> None:
+    source = SqliteBackend(tmp_path / "source")
+    with source.opened() as journal:
+        journal.append([event(1)])
+    with etcd_backend.opened() as shared:
+        shared.append([event(2)])
+        with pytest.raises(JournalError, match="is in use"):
+            copy_journal(tmp_path / "source", etcd_backend.location, progress=lambda *_: None)
+    with pytest.raises(JournalError, match="is not empty"):
+        copy_journal(tmp_path / "source", etcd_backend.location, progress=lambda *_: None)
+    assert etcd_backend.loaded() == [event(2)]
+    with source.opened(), pytest.raises(JournalError, match="Another coordinator"):
+        copy_journal(tmp_path / "source", etcd_backend.location, progress=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("journal", "is no journal; write sqlite:DATA_DIR or etcd://HOST:PORT"),
+        ("sqlite:", "is no journal"),
+        ("sqlite:/nowhere/at/all", "There is no journal in /nowhere/at/all"),
+        ("etcd://u:p@h:1", "does not belong into an address"),
+        ("etcd://127.0.0.1:9", "cannot be reached"),
+    ],
+)
+def test_copy_of_what_is_no_journal_is_refused(tmp_path: Path, source: str, problem: str) -> None:
+    done = strata("journal", "copy", source, f"sqlite:{tmp_path / 'new'}")
+    assert done.code != 0
+    assert problem in " ".join(done.err.replace("│", " ").split())
+    assert "Traceback" not in done.err

@@ -126,7 +126,7 @@ class Server:
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
             tokens=TokenStore(settings.data_dir),
-            task_tokens=TaskTokens(settings.data_dir),
+            task_tokens=TaskTokens(settings.data_dir, agree=self._agree_on_task_key),
             is_live=self.runtime.is_live,
             on_failure=self.runtime.metrics.access_refused,
         )
@@ -139,6 +139,10 @@ class Server:
         self.metrics_port = 0
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _agree_on_task_key(self, key: bytes) -> bytes:
+        """Tasks outlive the coordinator that started them: the next one must know their tokens."""
+        return self._journal.agree("keys/task-tokens", key) if isinstance(self._journal, EtcdJournal) else key
 
     async def start(self) -> None:
         settings, runtime = self._settings, self.runtime

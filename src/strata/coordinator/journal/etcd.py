@@ -546,6 +546,17 @@ class EtcdJournal:
     def close(self) -> None:
         self.log.close()
 
+    # --- further --------------------------------------------------------------------------------------------
+
+    def agree(self, name: str, value: bytes) -> bytes:
+        """What all coordinators of this journal use under a name: this value, where there was none. Where etcd does not answer, this
+        one's: an earlier agreement, if there was one."""
+        try:
+            return self.log.agree(name, value)
+        except FAILURES as error:
+            log.warning("it is not known whether other coordinators use the same %s: %s", name, error)
+            return value
+
     # --- errors ---------------------------------------------------------------------------------------------
 
     def _check_format(self, *, serializable: bool) -> None:

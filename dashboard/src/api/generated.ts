@@ -830,6 +830,14 @@ export interface LossView {
   cost: number | null;
 }
 
+/** A machine that can be drained. */
+export interface MachineAgents {
+  /** As its workers show it */
+  host: string;
+  /** Those that hold a stream to this coordinator */
+  agents: number;
+}
+
 export interface MetricCurvesView {
   name: string;
   committed: CurveView;
@@ -1197,6 +1205,10 @@ export interface StatusView {
   server_time: number;
   jobs: Record<string, number>;
   storage: StorageView | null;
+  role: "leader" | "standby";
+  led_by: string;
+  position: number;
+  behind: number;
 }
 
 /** The disk of the coordinator's journal. */

@@ -19,14 +19,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.space import Space, megabytes
-from strata.coordinator.journal.sqlite import Journal, JournalError, JournalFull
+from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
+from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
@@ -60,6 +60,8 @@ SNAPSHOT_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """A batch ends with the command that brings it to this: a full disk must be noticed before it is written."""
 LOOK_S = 1.0
+EPOCH = Instant(mono_s=0.0, wall_s=0.0)
+"""When the past was, for the state: how long it took is unknown to the monotonic clock."""
 
 
 class Clock(Protocol):
@@ -88,7 +90,7 @@ class StorageFull(Unavailable):
 
     code = "storage_full"
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: JournalSpace) -> None:
         super().__init__(
             f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
             f"{megabytes(space.low_bytes)}.",
@@ -135,6 +137,8 @@ class Engine:
         self.listeners: list[Listener] = []
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
+        self.require_leading: Callable[[], None] = lambda: None
+        """Raises what commands are refused with while another coordinator leads."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -160,13 +164,30 @@ class Engine:
         """Of the time since the last tick."""
         self._stopping = False
 
-    def replay(self) -> int:
-        """Rebuild the state from the journal. Returns how many events there were."""
+    def replay(self, *, leads: bool = True) -> int:
+        """Rebuild the state from the journal. Returns how many events there were. One that does not lead calls `resume` when it does."""
+        count = self._apply_history(self._journal.load())
+        if leads:
+            self.resume()
+        return count
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Take in what another coordinator, which leads, has made durable."""
+        self._apply_history(events)
+        self.revision += 1
+        self.on_events(len(events))
+        for listener in self.listeners:
+            listener(events)
+
+    def resume(self) -> None:
+        """From here on time counts: everybody has as long as ever to be heard of."""
+        self.observe(ClockResumed())
+
+    def _apply_history(self, events: Iterable[Event]) -> int:
         count = size_bytes = 0
-        epoch = Instant(mono_s=0.0, wall_s=0.0)
-        for event in self._journal.load():
+        for event in events:
             try:
-                self.cluster.apply(event, epoch)
+                self.cluster.apply(event, EPOCH)
             except (
                 LookupError,
                 ValueError,
@@ -181,9 +202,8 @@ class Engine:
                 ) from error
             count += 1
             size_bytes += codec.size_bytes(event)
-        self.observe(ClockResumed())
-        self._since_snapshot = count
-        self._since_snapshot_bytes = size_bytes
+        self._since_snapshot += count
+        self._since_snapshot_bytes += size_bytes
         return count
 
     def observe(self, observation: Observation) -> None:
@@ -192,6 +212,7 @@ class Engine:
 
     def post(self, command: Command, answered: OnReply, *, client: str = "") -> None:
         """Take a command in, without waiting for its answer."""
+        self.require_leading()
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
@@ -359,6 +380,8 @@ class Engine:
             is_due = self._since_snapshot >= SNAPSHOT_EVERY or self._since_snapshot_bytes >= most_bytes
             if is_due and not self.space.is_full:
                 await self._snapshot()
+        except Deposed:
+            raise
         except JournalError:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise

@@ -46,22 +46,32 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 class Machines:
     """Of one run, each with a name, one worker and memory of its own."""
 
-    def __init__(self, stack: ExitStack, coordinator: Coordinator, folder: Path, *, nnodes: str) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        coordinator: Coordinator,
+        folder: Path,
+        *,
+        nnodes: str,
+        kind: str = "ddp",
+        each_step: str = "",
+    ) -> None:
         self._stack = stack
         self._coordinator = coordinator
-        self._folder = folder / "job"
+        self.folder = folder / "job"
         self._root = folder
         self._nnodes = nnodes
-        self._folder.mkdir()
-        self.slow = self._folder / "slow"
+        self._kind = kind
+        self.folder.mkdir()
+        self.slow = self.folder / "slow"
         self.slow.touch()
-        (self._folder / "faults-0").write_text(SLOW)
+        (self.folder / "faults-0").write_text(SLOW + each_step)
 
     def start(self, name: str, **variables: str) -> Job:
         return self._stack.enter_context(
             job(
-                self._folder,
-                "ddp",
+                self.folder,
+                self._kind,
                 workers=1,
                 steps=STEPS,
                 flags=[

@@ -29,6 +29,7 @@ from urllib.parse import quote
 
 import msgspec
 
+import strata
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
@@ -38,7 +39,6 @@ from strata.files import make_file_private
 log = logging.getLogger("strata.coordinator")
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 1
 STORY_EVENTS_KEPT = 200_000
 STORY_BYTES_KEPT = 128 << 20
 BODY_KEPT_BYTES = 512
@@ -132,7 +132,7 @@ class SqliteJournal:
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
         self._db.executescript(_SCHEMA)
-        self._check_schema()
+        self._check_format()
         row = self._db.execute("SELECT max(seq), total(length(body)) FROM events").fetchone()
         self._seq = max(row[0] or 0, self._snapshot_seq())
         self._story_bytes = int(row[1])
@@ -244,16 +244,24 @@ class SqliteJournal:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'snapshot_seq'").fetchone()
         return int(row[0]) if row else 0
 
-    def _check_schema(self) -> None:
-        row = self._db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-        if row is None:
-            self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
-        elif row[0] != str(SCHEMA_VERSION):
-            raise JournalError(
-                f"The journal {self.path} has format {row[0]}; this version of Strata writes format "
-                f"{SCHEMA_VERSION}.",
-                hint="Use the version of Strata that wrote it, or another --data-dir.",
-            )
+    def _check_format(self) -> None:
+        """From here on it is a journal of this version: an earlier one, which knows less, refuses it."""
+        check_format(self._db, self.path)
+        rows = (("schema", str(codec.FORMAT)), ("written_by", strata.__version__))
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+
+def check_format(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal that a newer version has written; any earlier one is read."""
+    known = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'written_by')").fetchall())
+    if int(known.get("schema", codec.FORMAT)) > codec.FORMAT:
+        writer = known.get("written_by", "a newer version")
+        raise JournalError(
+            f"The journal {path} has format {known['schema']}, written by Strata {writer}; this is Strata "
+            f"{strata.__version__}, which reads formats up to {codec.FORMAT}.",
+            hint=f"Use Strata {writer} or a newer one. To go back to this version, restore the backup made before the "
+            "upgrade: strata restore FILE --data-dir DIR.",
+        )
 
 
 def read_story(data_dir: Path) -> Iterator[Entry]:
@@ -265,9 +273,10 @@ def read_story(data_dir: Path) -> Iterator[Entry]:
         )
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as db:
+            check_format(db, path)
             for seq, kind, body in db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
                 yield Entry(seq=seq, event=_decode(path, kind, body))
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, ValueError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
 
 

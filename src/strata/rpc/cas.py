@@ -17,8 +17,9 @@ import grpc
 from strata.core.messages import ReportFailure, ReportHandover, ReportHealth
 from strata.leader import LEADER_METADATA, ROLE_METADATA, Coordinators
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc, wire
+from strata.rpc import wire
 from strata.rpc.presence import AgentPresence
+from strata.rpc.stubs import Stubs
 from strata.rpc.tls import channel_credentials
 
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -38,7 +39,7 @@ class CoordinatorCasClient:
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self._credentials = channel_credentials(secure=False)
         self._coordinators = Coordinators(address.split(","), follows_unlisted=self._credentials is not None)
-        self._channels: dict[str, tuple[grpc.Channel, Any]] = {}
+        self._channels: dict[str, tuple[grpc.Channel, Stubs]] = {}
         self._opening = threading.Lock()
         self._timeout_s = timeout_s
         token = os.environ.get("STRATA_TOKEN")
@@ -109,9 +110,10 @@ class CoordinatorCasClient:
 
         def open_stream(messages: Iterator[pb.AgentMessage]) -> object:
             waits = not self._coordinators.are_several
-            return self._stub(search.address).Presence(
+            call: object = self._stubs(search.address).current.method("Presence")(
                 messages, metadata=self._metadata, wait_for_ready=waits
             )
+            return call
 
         def ended(error: Any) -> bool:
             if error is None:
@@ -146,8 +148,8 @@ class CoordinatorCasClient:
         while True:
             remaining_s = max(LEAST_ATTEMPT_S, deadline_s - time.monotonic())
             try:
-                answer = getattr(self._stub(search.address), method)(
-                    request, timeout=min(remaining_s, self._timeout_s), metadata=self._metadata
+                answer = self._stubs(search.address).call(
+                    method, request, timeout=min(remaining_s, self._timeout_s), metadata=self._metadata
                 )
             except grpc.RpcError as error:
                 if error.code() not in AWAY:
@@ -161,7 +163,7 @@ class CoordinatorCasClient:
             search.worked()
             return answer
 
-    def _stub(self, address: str) -> Any:
+    def _stubs(self, address: str) -> Stubs:
         with self._opening:
             if address not in self._channels:
                 ping_ms, answer_ms = (2_000, 2_000) if self._coordinators.are_several else (10_000, 5_000)
@@ -175,8 +177,7 @@ class CoordinatorCasClient:
                     channel = grpc.insecure_channel(address, options=options)
                 else:
                     channel = grpc.secure_channel(address, self._credentials, options=options)
-                stub = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
-                self._channels[address] = channel, stub
+                self._channels[address] = channel, Stubs(channel)
             return self._channels[address][1]
 
 

@@ -131,4 +131,9 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return CoordinatorRefused("forbidden", text, hint="Set STRATA_TOKEN.")
     if error.code() == grpc.StatusCode.INTERNAL and "too large" in text.lower():
         return CoordinatorRefused("invalid_argument", text)
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        what = f"The coordinator at {address} does not know this call: it is of an earlier version ({text.rstrip('.!')})."
+        return CoordinatorRefused(
+            "unimplemented", what, hint="Upgrade the coordinator first, then its workers."
+        )
     return CoordinatorRefused(error.code().name.lower(), text)

@@ -28,7 +28,7 @@ import grpc.aio
 from strata.backoff import Backoff
 from strata.leader import Coordinators, Search
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.stubs import Stubs
 from strata.worker.address import split_addresses
 from strata.worker.errors import (
     BarrierBroken,
@@ -215,8 +215,8 @@ class SessionThread:
         while True:
             remaining_s = max(0.05, deadline_s - time.monotonic())
             try:
-                answer = await getattr(self._stub(search.address), method)(
-                    request, timeout=min(attempt_s, remaining_s), metadata=self._metadata
+                answer = await self._stubs(search.address).call_async(
+                    method, request, timeout=min(attempt_s, remaining_s), metadata=self._metadata
                 )
                 search.worked()
                 return answer
@@ -282,6 +282,7 @@ class SessionThread:
                 if self._has_left:
                     return
             except grpc.aio.AioRpcError as error:
+                self._stubs(search.address).stream_failed(error)
                 failure = from_rpc(error, search.address)
                 if isinstance(failure, StaleWorker):
                     self._become_stale(failure)
@@ -310,7 +311,9 @@ class SessionThread:
     async def _run_session(self, registration: pb.RegisterWorkerResponse, search: Search) -> None:
         # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.
         waits = not self.coordinators.are_several
-        stream = self._stub(search.address).Session(metadata=self._metadata, wait_for_ready=waits)
+        stream = self._stubs(search.address).current.method("Session")(
+            metadata=self._metadata, wait_for_ready=waits
+        )
         hello = pb.Hello(worker_id=registration.assigned_id, incarnation=registration.incarnation)
         try:
             await stream.write(pb.WorkerMessage(hello=hello))
@@ -482,9 +485,9 @@ class SessionThread:
         self._wake = asyncio.Event()
         self._logs_sent = asyncio.Event()
         self._answered = asyncio.Event()
-        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+        self._channels: dict[str, tuple[grpc.aio.Channel, Stubs]] = {}
 
-    def _stub(self, address: str) -> Any:
+    def _stubs(self, address: str) -> Stubs:
         """For calls to one of the coordinators, over a connection that is kept."""
         if address not in self._channels:
             options = CHANNEL_OPTIONS
@@ -495,8 +498,7 @@ class SessionThread:
                 channel = grpc.aio.insecure_channel(address, options=options)
             else:
                 channel = grpc.aio.secure_channel(address, self._credentials, options=options)
-            stub = coordinator_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
-            self._channels[address] = channel, stub
+            self._channels[address] = channel, Stubs(channel)
         return self._channels[address][1]
 
     async def _end_session(self) -> None:

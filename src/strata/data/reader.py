@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict, Unpack
@@ -238,13 +238,12 @@ class DatasetReader:
             for number in by_file:  # All headers at once: finding a sample may need one.
                 if is_remote(self.files[number].path):
                     file = self._file(number)
-                    file.source.prefetch(0, getattr(file, "header_bytes", 0))  # type: ignore[attr-defined]
+                    file.source.prefetch([(0, getattr(file, "header_bytes", 0))])  # type: ignore[attr-defined]
             for number, wanted in by_file.items():
                 file = self._file(number)
                 ranges = getattr(file, "ranges", None)
                 if ranges is not None and is_remote(self.files[number].path):
-                    for offset, length in _merged(ranges([row for _, row in wanted])):
-                        file.source.prefetch(offset, length)  # type: ignore[attr-defined]
+                    file.source.prefetch(ranges([row for _, row in wanted]))  # type: ignore[attr-defined]
 
     def file_of(self, sample: int) -> str:
         """The file that holds a sample."""
@@ -289,20 +288,6 @@ class DatasetReader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["found"])  # type: ignore[misc]
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same, where one goes on at the end of the one before as a single range."""
-    start = stop = -1
-    for offset, length in ranges:
-        if offset == stop:
-            stop += length
-            continue
-        if start >= 0:
-            yield start, stop - start
-        start, stop = offset, offset + length
-    if start >= 0:
-        yield start, stop - start
 
 
 def _indexed(

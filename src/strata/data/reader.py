@@ -274,6 +274,7 @@ class DatasetReader:
                 known.path,
                 f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
                 hint="Data must not change during an epoch: restore it, or register it again.",
+                command_hint="Let nobody change it meanwhile, and run the command again.",
             )
         index = self.found.indexes[number]
         if "span_bounds" in index.arrays:

@@ -275,6 +275,7 @@ class StoredSource:
                 self.path,
                 "the object was replaced since it was first looked at",
                 hint="Data must not change during an epoch: restore the version it had, or register it again.",
+                command_hint="Let nobody change it meanwhile, and run the command again.",
             ) from error
         except StoreError as error:
             raise DataError.at(self.path, error.message, hint=error.hint) from error
@@ -602,7 +603,10 @@ def _has_magic(text: str) -> bool:
 
 def _missing(path: str) -> DataError:
     return DataError.at(
-        path, "there is no such file", hint="Was it moved or deleted since it was registered?"
+        path,
+        "there is no such file",
+        hint="Was it moved or deleted since it was registered?",
+        command_hint="Was it moved or deleted meanwhile? List what is there: strata data stat URL.",
     )
 
 

@@ -320,6 +320,66 @@ def test_a_token_index_is_read_in_place(tmp_path: Path, own_cache: Path) -> None
         TokenIndex(f"{url}/short.index")
 
 
+def token_index(tmp_path: Path, name: str) -> str:
+    (tmp_path / f"{name}.jsonl").write_bytes(lines([{"text": f"{i} " * (40 + i % 300)} for i in range(600)]))
+    build_index([tmp_path / f"{name}.jsonl"], tmp_path / f"{name}.index")
+    return upload(f"ahead/{name}", {"a.index": (tmp_path / f"{name}.index").read_bytes()}) + "/a.index"
+
+
+def remote_tokens(tmp_path: Path) -> dict[str, Any]:
+    """Datasets that are made of remote ones, with the parts of the object that a sample of each is in."""
+    documents = strata.tokens(token_index(tmp_path, "web"))
+    rows = ElasticDataset(upload("ahead/rows", {"a.jsonl": lines(ROWS)}))
+    return {
+        "documents": documents,
+        "sequences": documents.sequences(64),
+        "packed": strata.data.pack(documents, 64),
+        "mapped": strata.data.mapped(rows, lambda row: [row["id"]]),
+        "packed samples": strata.data.pack(strata.data.mapped(rows, lambda row: [[row["id"]] * 9]), 64),
+    }
+
+
+@pytest.mark.parametrize("kind", ["documents", "sequences", "packed", "mapped", "packed samples", "mixture"])
+def test_what_is_made_of_remote_data_is_fetched_ahead_too(
+    kind: str, tmp_path: Path, server: Seaweed, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """The blocks of samples that were announced are on this machine before anybody reads them."""
+    with counted(server, monkeypatch) as asked:
+        sets = remote_tokens(tmp_path)
+        sets["mixture"] = strata.Mixture(
+            {"a": sets["sequences"], "b": sets["documents"]}, weights={"a": 0.5, "b": 0.5}
+        )
+        dataset = sets[kind]
+        assert dataset.is_remote
+        before = len(asked())
+        for path in blocks(own_cache):
+            path.unlink()
+        wanted = [3, 250, 17]
+        ahead = dataset.ahead()
+        ahead.fetch(wanted, in_memory=False)
+        ahead.close()
+        fetched = len(asked())
+        assert fetched > before
+        assert ahead.sample_bytes > 0
+        for number in wanted:
+            assert dataset[number] is not None
+        assert len(asked()) == fetched, "something was not fetched ahead"
+
+
+def test_a_mixture_with_a_remote_index_is_read_by_loader_processes(tmp_path: Path, own_cache: Path) -> None:
+    documents = strata.tokens(token_index(tmp_path, "web"))
+    mix = strata.Mixture(
+        {"web": documents, "own": [{"input_ids": np.arange(32), "labels": np.arange(32)}] * 20},
+        weights={"web": 0.5, "own": 0.5},
+        sequence_length=32,
+    )
+    loader = ElasticLoader(mix, strata.ElasticSampler(mix, global_batch_size=8), num_workers=1)
+    batches = [batch.data["input_ids"] for _, batch in zip(range(3), loader, strict=False)]
+    alone = ElasticLoader(mix, strata.ElasticSampler(mix, global_batch_size=8))
+    for batch, expected in zip(batches, alone, strict=False):
+        assert batch.tolist() == expected.data["input_ids"].tolist()
+
+
 def test_a_listing_that_nobody_may_read_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     sources._store_of.cache_clear()

@@ -176,15 +176,18 @@ class StoredSource:
             return self._block(first, start, start + length)
         return self._joined(offset, length, first, last)
 
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch what will be read soon, beside other work. Never waits; what cannot be fetched is found out when it is read."""
+    def prefetch(self, ranges: Sequence[tuple[int, int]], *, in_memory: bool = True) -> None:
+        """Fetch what will be read soon, beside other work; without `in_memory`, by other processes alone. Never waits; what cannot
+        be fetched is found out when it is read."""
+        if not in_memory and not self._cache.limit_bytes:
+            return
         begin = 0
         for end in range(1, len(ranges) + 1):  # Those that follow each other are one.
             if end < len(ranges) and ranges[end][0] == sum(ranges[end - 1]):
                 continue
             start, stop = ranges[begin][0], min(sum(ranges[end - 1]), self.size_bytes)
             if self._is_set_larger and stop - start <= BLOCK_BYTES // 8:
-                for offset, length in ranges[begin:end]:
+                for offset, length in ranges[begin:end] if in_memory else ():
                     self._start_piece(offset, length)
             else:
                 for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):

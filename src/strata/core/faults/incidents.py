@@ -10,7 +10,7 @@ Pure: decides without changing, applies without deciding. The newest are kept, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from strata.core import checks
@@ -560,14 +560,16 @@ class Incidents:
         elif known is not None:
             self.records[event.incident_id] = replace(known, closed=event)
 
-    def compact(self) -> list[Event]:
-        events: list[Event] = []
-        for incident in self.records.values():
-            # When it was opened is what counts; when more became known of it is in the journal of that time.
-            events.append(replace(incident.reported, at_s=incident.opened_at_s))
-            if incident.closed is not None:
-                events.append(incident.closed)
-        return events
+    def compact(self) -> Iterator[Event]:
+        return _history(list(self.records.values()))
+
+
+def _history(incidents: Sequence[Incident]) -> Iterator[Event]:
+    for incident in incidents:
+        # When it was opened is what counts; when more became known of it is in the journal of that time.
+        yield replace(incident.reported, at_s=incident.opened_at_s)
+        if incident.closed is not None:
+            yield incident.closed
 
 
 def view(incident: Incident) -> IncidentView:

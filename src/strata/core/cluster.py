@@ -61,6 +61,7 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     Event,
     HandoverRecorded,
     Heartbeat,
@@ -253,6 +254,9 @@ class Cluster:
                 spec_of = known.spec if known is not None else None
                 _each(fact, self.incidents.decide_slow(command, spec_of, now))
                 return Accepted(reason=command.reason)
+            case EndHang():
+                _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
+                return Accepted(reason=f"step {command.step:,} was made")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)

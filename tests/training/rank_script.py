@@ -71,7 +71,9 @@ def main() -> None:
     control = Control(args.control, loop)
     with loop.job as job:
         for batch in job:
-            if job._manager is not None:  # No save is skipped because another is under way: what was saved is known.
+            if (
+                job._manager is not None
+            ):  # No save is skipped because another is under way: what was saved is known.
                 assert job._manager.wait_idle(120)
             control.reached()
             time.sleep(args.step_s)

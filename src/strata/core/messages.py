@@ -88,10 +88,12 @@ __all__ = [
     "AgentConnected",
     "AgentDisconnected",
     "ArriveAtBarrier",
+    "ArriveTogether",
     "BarrierArrived",
     "BarrierBroken",
     "BarrierReleased",
     "BarrierTicket",
+    "BarrierTickets",
     "BeginAttempt",
     "CancelDrain",
     "Cause",
@@ -230,6 +232,13 @@ class ArriveAtBarrier:
     expected: int
     call_id: str
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArriveTogether:
+    """Arrivals of several workers of one machine. Each is accepted or refused for itself: see `BarrierTickets`."""
+
+    arrivals: tuple[ArriveAtBarrier, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,6 +493,7 @@ Command = (
     | RegisterDataset
     | RemoveDataset
     | ArriveAtBarrier
+    | ArriveTogether
     | NotifyCheckpoint
     | ReconcileCheckpoints
     | CreateTask
@@ -642,6 +652,13 @@ class BarrierTicket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierTickets:
+    """For each of the arrivals, in their order."""
+
+    tickets: tuple[BarrierTicket | Refused, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
     """Whether the swap was made, and what is stored now (version 0: nothing)."""
 
@@ -667,7 +684,7 @@ class Accepted:
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Reconciled | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | BarrierTickets | Swapped | Reconciled | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

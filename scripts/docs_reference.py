@@ -336,7 +336,11 @@ def grpc_contract() -> str:
         for at in file.source_code_info.location
     }
     opening = [line.removeprefix("//").strip() for line in source.read_text().split("syntax")[0].splitlines()]
-    lines = ["# gRPC", "", *opening, "", "`proto/strata/rpc/coordinator.proto`, package `coordinator`.", ""]
+    package = (
+        f"`proto/strata/rpc/coordinator.proto`, package `{file.package}`. In this release it is served as `coordinator` too: "
+        "see [upgrading](../operating/upgrading.md)."
+    )
+    lines = ["# gRPC", "", *opening, "", package, ""]
     for number, service in enumerate(file.service):
         lines += [f"## Service {service.name}", "", "| call | request | answer | |", "|---|---|---|---|"]
         for index, method in enumerate(service.method):

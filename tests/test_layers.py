@@ -43,6 +43,7 @@ GROUND_FLOOR = (
     "strata.backoff",
     "strata.errors",
     "strata.files",
+    "strata.leader",
     "strata.locks",
     "strata.processes",
     "strata.shared_memory",

@@ -1,12 +1,17 @@
-"""A machine is drained from the page of one of its workers, and the page says what became of its runs."""
+"""Machines are drained from the page of a worker or of a run, and the page says what will happen, what became of its runs, and why
+something cannot be drained."""
 
 from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from strata import TrainingOrchestrator
 from tests.dashboard.browser import Browser
-from tests.support import Coordinator, eventually
+from tests.support import Coordinator, eventually, may_name_machines
+from tests.training.test_drain import Machines
 
 pytestmark = pytest.mark.browser
 
@@ -28,3 +33,61 @@ def test_a_machine_is_drained_and_let_back_in_by_two_clicks(watched: Coordinator
         page.click("button", "Let it be used again")
         page.see(role="button", name="Drain machine")
         eventually(lambda: watched.get("/api/drains") == [], within_s=30)
+
+
+def refusal(page: Browser) -> str:
+    """Why the run cannot be drained; it can still be reached by keyboard, to learn that."""
+    page.see(css="button[aria-disabled=true]:has-text('Drain')")
+    page.until("!document.querySelector('button[aria-disabled=true]').title.startsWith('Asking')")
+    return str(page.evaluate("document.querySelector('button[aria-disabled=true]').title"))
+
+
+def test_a_run_that_nobody_can_be_asked_to_leave_says_why(watched: Coordinator, page: Browser) -> None:
+    with TrainingOrchestrator(watched.address, job_id="elsewhere") as worker:
+        worker.register_worker("elsewhere-rank0", hostname="node-8")
+        page.open("/runs/elsewhere")
+        assert "no agent that is connected to this coordinator" in refusal(page)
+        page.evaluate("document.querySelector('button[aria-disabled=true]').click()")
+        assert page.count(role="dialog") == 0
+        worker.notify_checkpoint("elsewhere-1", 1, 0, path="/ckpt/1")
+        worker.deregister()
+    page.until("document.querySelector('button[aria-disabled=true]').title.startsWith('No worker')")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_leaves_one_of_its_machines_and_continues_on_the_other(
+    watched: Coordinator, page: Browser, tmp_path: Path
+) -> None:
+    if not may_name_machines():
+        pytest.skip("this user may not name machines")
+    with ExitStack() as stack:
+        machines = Machines(stack, watched, tmp_path, nnodes="1:2")
+        a, b = (machines.start(name, STRATA_JOB_ID="two-machines") for name in ("dock-a", "dock-b"))
+        a.await_line(lambda line: line.get("world") == 2, count=2)
+        a.await_line(lambda line: "resumed" in line, count=2)
+        page.open("/runs/two-machines")
+        page.click("button", "Drain", exact=True)
+        page.see(role="dialog", name="Drain machines of two-machines?")
+        page.see("Choose at least one.")
+        page.click("checkbox", "dock-a")
+        page.click("checkbox", "dock-b")
+        page.see("All machines of two-machines go: it saves and ends")
+        page.click("checkbox", "dock-a")
+        page.see("two-machines saves, 1 worker leaves, and it continues on dock-a")
+        page.fill("Seconds until the machine may be gone", "soon")
+        page.see("Give a number of seconds.")
+        page.fill("Seconds until the machine may be gone", "100")
+        assert page.serious() == []
+        page.click("button", "Drain", exact=True, inside={"role": "dialog"})
+        page.miss(role="dialog")
+        page.see("1 agent left before the deadline", css="[aria-label='Drained machines'] li", within_s=90)
+        page.see("two-machines: ", css="[aria-label='Drained machines'] li li", within_s=90)
+        page.see("(0 steps lost)", css="[aria-label='Drained machines'] li li", within_s=90)
+        assert b.process.wait(60) != 0
+        a.await_line(lambda line: line.get("world") == 1)
+        (known,) = (one for one in watched.get("/api/drains") if one["host"] == "dock-b")
+        assert known["deadline"] - known["since"] == 100
+        page.click("button", "Let it be used again")
+        page.miss(css="[aria-label='Drained machines']")
+        machines.slow.unlink()
+        a.finish()

@@ -1,4 +1,6 @@
-"""Every block and every command of README.md and docs/ is executed, or parsed with a reason why not. None is skipped."""
+"""Every block and every command of README.md and docs/ is executed, or parsed with a reason why not. None is skipped.
+
+What is executed is in `test_tutorials`, `test_concepts` and `test_other_pages`: three, because they take long."""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from strata.coordinator.settings import read_settings
 from strata.diagnostics import health
 from strata.launch.recipes import read_recipes
 from tests.docs import commands
-from tests.docs.blocks import PAGES, ROOT, Block, Unclassified, blocks, every, of_page
-from tests.docs.session import console, session
+from tests.docs.blocks import PAGES, ROOT, Block, Unclassified, blocks, every
+from tests.docs.session import console
 
 Program = Callable[[str], str]
 BASE_CONFIG = ROOT / "examples" / "configs" / "small.yaml"
@@ -37,32 +39,6 @@ def parse_all(shell: str) -> None:
 
 def of_class(*names: str) -> list[Block]:
     return [block for block in every() if block.name in names]
-
-
-def executed_pages() -> list[Path]:
-    return [page for page in PAGES if any(block.name == "run" for block in of_page(page))]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", executed_pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_can_be_followed_from_top_to_bottom(page: Path, tmp_path: Path, program: Program) -> None:
-    found = of_page(page)
-    runs = [block for block in found if block.name == "run"]
-    if any(re.search(r"\bcurl\b", block.text) for block in runs):
-        program("curl")
-    if any("s3" in block.text for block in runs):
-        program("weed")
-    with session(page.relative_to(ROOT).as_posix(), runs, tmp_path) as running:
-        for block in found:
-            if block.name == "file":
-                running.write(block)
-        for block in found:
-            if block.name == "run":
-                running.run(block)
-            elif block.name == "output":
-                running.expect(
-                    block.text.strip().splitlines(), where=block.where, exact=block.about == "exact"
-                )
 
 
 @pytest.mark.parametrize("block", of_class("file"), ids=str)

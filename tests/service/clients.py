@@ -18,7 +18,7 @@ import grpc
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import coordinator_pb2_grpc
 
-SERVICE = "/coordinator.Coordinator/"
+SERVICE = "/strata.v1.Coordinator/"
 
 
 @contextlib.contextmanager

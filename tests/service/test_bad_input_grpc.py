@@ -225,7 +225,7 @@ def test_bytes_that_are_no_message_are_refused(shared: Coordinator, method: str,
 def test_session_with_bytes_that_are_no_message_ends_with_a_reason(shared: Coordinator, calls: Any) -> None:
     with channel(shared.address) as opened:
         stream = opened.stream_stream(
-            "/coordinator.Coordinator/Session", request_serializer=bytes, response_deserializer=bytes
+            "/strata.v1.Coordinator/Session", request_serializer=bytes, response_deserializer=bytes
         )
         hello = pb.WorkerMessage(hello=pb.Hello(worker_id="known")).SerializeToString()
         for bodies in ([b"\x0a\x04\x0a\x02\xff\xfe"], [hello, b"\xff" * 20]):

@@ -58,6 +58,7 @@ ROUTES = {
     "GET /api/quarantine": Expected("viewer"),
     "POST /api/quarantine": Expected("operator"),
     "DELETE /api/quarantine/{host}": Expected("operator"),
+    "GET /api/agents": Expected("viewer"),
     "GET /api/drains": Expected("viewer"),
     "POST /api/drains": Expected("operator"),
     "DELETE /api/drains/{host}": Expected("operator"),

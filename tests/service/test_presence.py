@@ -217,7 +217,7 @@ def test_bytes_that_are_no_message_end_a_stream_with_a_reason(shared: Coordinato
     hello = pb.AgentMessage(hello=pb.AgentHello(key="k", node="n")).SerializeToString()
     with channel(shared.address) as opened:
         stream = opened.stream_stream(
-            "/coordinator.Coordinator/Presence", request_serializer=bytes, response_deserializer=bytes
+            "/strata.v1.Coordinator/Presence", request_serializer=bytes, response_deserializer=bytes
         )
         for bodies in ([b"\x0a\x04\x0a\x02\xff\xfe"], [hello, b"\xff" * 20]):
             status, *_ = refusal(lambda: list(stream(iter(bodies), timeout=PATIENCE_S)))  # noqa: B023

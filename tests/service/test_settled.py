@@ -102,7 +102,7 @@ async def coordinator(data_dir: Path) -> AsyncIterator[Served]:
         worker_config={},
         on_metrics=runtime.notifier.logged,
     )
-    server.add_generic_rpc_handlers((handlers(service),))
+    server.add_generic_rpc_handlers(handlers(service))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     running = asyncio.create_task(runtime.engine.run())

@@ -228,6 +228,26 @@ def test_a_tensor_is_read_as_it_was_when_it_was_logged(collected: tuple[MetricLo
     assert sink.of("total") == [(1, 4.0)]
 
 
+def test_kinds_and_shapes_of_tensors_may_change_under_the_same_names(
+    collected: tuple[MetricLog, Collected],
+) -> None:
+    metric_log, sink = collected
+    rows = [
+        (torch.tensor(1.5), torch.tensor(2)),
+        (torch.tensor(1.5), torch.tensor(2**53 - 1)),
+        (torch.tensor([0.25], dtype=torch.bfloat16), torch.tensor(True)),
+        (torch.tensor(4.0), 5.0),
+    ]
+    for step, (one, other) in enumerate(rows):
+        metric_log.log({"one": one, "other": other}, step)
+    for bad in (torch.zeros(2), torch.tensor(1j)):
+        with pytest.raises(InvalidArgument, match="other"):
+            metric_log.log({"one": torch.tensor(1.0), "other": bad}, 9)
+    metric_log.close(failed=False)
+    assert [value for _, value in sink.of("one")] == [1.5, 1.5, 0.25, 4.0]
+    assert [value for _, value in sink.of("other")] == [2.0, 2.0**53 - 1, 1.0, 5.0]
+
+
 @pytest.mark.parametrize(
     "bad", [{"a": "text"}, {"a": None}, {"a": 10**400}, {"": 1.0}, {3: 1.0}, {"_time": 1.0}]
 )

@@ -830,6 +830,14 @@ export interface LossView {
   cost: number | null;
 }
 
+/** A machine that can be drained. */
+export interface MachineAgents {
+  /** As its workers show it */
+  host: string;
+  /** Those that hold a stream to this coordinator */
+  agents: number;
+}
+
 export interface MetricCurvesView {
   name: string;
   committed: CurveView;

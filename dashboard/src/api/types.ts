@@ -12,6 +12,7 @@ export type {
   DashboardView as Snapshot,
   DatasetView as Dataset,
   DrainView as Drain,
+  MachineAgents,
   ExitCause,
   GoodputView as Goodput,
   Gpu,

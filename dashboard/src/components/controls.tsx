@@ -19,10 +19,12 @@ interface ButtonProps extends ButtonHTMLAttributes<HTMLButtonElement> {
   look?: ButtonLook;
   /** The role that may do this. Whoever has less finds it disabled, with the reason: also by keyboard, so it keeps the focus. */
   needs?: Role;
+  /** Why it cannot be done now; disabled in the same way. */
+  unless?: string | undefined;
 }
 
-export function Button({ look = "plain", className = "", needs, ...rest }: ButtonProps) {
-  const refusal = useRefusal(needs);
+export function Button({ look = "plain", className = "", needs, unless, ...rest }: ButtonProps) {
+  const refusal = useRefusal(needs) ?? unless;
   const refused = refusal === undefined ? {} : { "aria-disabled": true, title: refusal, type: "button" as const, onClick: undefined };
   return (
     <button

@@ -23,6 +23,8 @@ const ROUTES: readonly (readonly [method: string, pattern: RegExp, answer: Answe
   ["GET", /^\/recoveries$/, (simulation) => simulation.recoveries],
   ["GET", /^\/incidents$/, (simulation) => simulation.incidents],
   ["GET", /^\/tasks$/, (simulation) => simulation.tasks],
+  ["GET", /^\/drains$/, () => []],
+  ["GET", /^\/agents$/, (simulation) => [...new Set(simulation.snapshot().workers.map((worker) => worker.ip))].map((host) => ({ host, agents: 1 }))],
   ["GET", /^\/logs$/, logs],
   ["GET", /^\/tasks\/([^/]+)\/logs$/, (simulation, call, id) => logs(simulation, { ...call, query: { ...call.query, task_id: id } })],
   ["GET", /^\/recipes$/, () => RECIPES],

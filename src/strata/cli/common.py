@@ -34,7 +34,10 @@ from strata.errors import StrataError
 Api = Annotated[
     str,
     typer.Option(
-        "--api", envvar="STRATA_API_URL", help="Address of the coordinator's HTTP API.", show_default=True
+        "--api",
+        envvar="STRATA_API_URL",
+        help="Address of the coordinator's HTTP API, or several with commas.",
+        show_default=True,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

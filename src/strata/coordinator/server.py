@@ -238,7 +238,7 @@ class Server:
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
             on_metrics=runtime.notifier.logged,
         )
-        server.add_generic_rpc_handlers((handlers(service),))
+        server.add_generic_rpc_handlers(handlers(service))
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)

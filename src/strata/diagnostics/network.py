@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-from strata.diagnostics.report import CheckResult, Targets
+from strata.diagnostics.report import CheckResult, Targets, Verdict
 from strata.environment import unread
 
 TIMEOUT_S = 2.0
@@ -190,42 +190,67 @@ def etcd(targets: Targets) -> Iterator[CheckResult]:
 
 
 def coordinator(targets: Targets) -> Iterator[CheckResult]:
-    address = targets.coordinator or Targets.DEFAULT_COORDINATOR
-    host, _, port = address.rpartition(":")
+    """Of several it is enough that one answers."""
     named = bool(targets.coordinator or targets.api)
-    problem = _connect(host.strip("[]") or "127.0.0.1", int(port)) if port.isdigit() else "is no HOST:PORT"
+    addresses = _split(targets.coordinator or Targets.DEFAULT_COORDINATOR)
+    problems = {address: _connection_problem(address) for address in addresses}
+    away = sum(problem is not None for problem in problems.values())
     yield CheckResult(
         name="coordinator (gRPC)",
-        verdict=("fail" if named else "skip") if problem else "ok",
-        found=f"{address}: {problem or 'answers'}",
+        verdict=_verdict(away, len(addresses), named=named),
+        found="; ".join(f"{address}: {problem or 'answers'}" for address, problem in problems.items()),
         fix="Start it: strata serve; or say where it is: --coordinator HOST:50051 (COORDINATOR_ADDR)"
-        if problem
+        if away
         else "",
     )
-    api = (targets.api or Targets.DEFAULT_API).rstrip("/")
-    asked_s = time.time()
-    try:
-        body, headers = _get(f"{api}/api/health")
-        answered_s = time.time()
-        status = json.loads(body).get("status")
-    except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-        yield CheckResult(
-            name="coordinator (HTTP)",
-            verdict="fail" if named else "skip",
-            found=f"{api}: {_reason(error)}",
-            fix="Start it: strata serve; or say where it is: --api http://HOST:3000 (COORDINATOR_URL)",
-        )
-        return
+    found: dict[str, str] = {}
+    wrong = ""
+    headers: dict[str, str] = {}
+    asked_s = answered_s = 0.0
+    apis = [api.rstrip("/") for api in _split(targets.api or Targets.DEFAULT_API)]
+    for api in apis:
+        began_s = time.time()
+        try:
+            body, given = _get(f"{api}/api/health")
+            status = json.loads(body).get("status")
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            found[api] = _reason(error)
+            continue
+        found[api] = f"{status}{', standby' if given.get('strata-role') == 'standby' else ''}"
+        if status != "ok":
+            wrong = "Something else answers there; give the coordinator's address with --api"
+        asked_s, answered_s, headers = began_s, time.time(), given
+    silent = sum(1 for text in found.values() if not text.startswith("ok"))
     yield CheckResult(
         name="coordinator (HTTP)",
-        verdict="ok" if status == "ok" else "fail",
-        found=f"{api}: {status}",
-        fix=""
-        if status == "ok"
-        else "Something else answers there; give the coordinator's address with --api",
+        verdict="fail" if wrong else _verdict(silent, len(apis), named=named),
+        found="; ".join(f"{api}: {text}" for api, text in found.items()),
+        fix=wrong
+        or (
+            "Start it: strata serve; or say where it is: --api http://HOST:3000 (COORDINATOR_URL)"
+            if silent
+            else ""
+        ),
     )
     if "date" in headers:
         yield clock(headers["date"], asked_s, answered_s)
+
+
+def _split(addresses: str) -> list[str]:
+    return [each.strip() for each in addresses.split(",") if each.strip()] or [addresses]
+
+
+def _verdict(away: int, of: int, *, named: bool) -> Verdict:
+    if not away:
+        return "ok"
+    if away < of:
+        return "warn"
+    return "fail" if named else "skip"
+
+
+def _connection_problem(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    return _connect(host.strip("[]") or "127.0.0.1", int(port)) if port.isdigit() else "is no HOST:PORT"
 
 
 def clock(date: str, asked_s: float, answered_s: float) -> CheckResult:

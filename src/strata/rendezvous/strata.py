@@ -1,6 +1,6 @@
 """The `strata` rendezvous back end: the coordinator itself, so that no etcd is needed to start.
 
-`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`. The coordinator keeps the values and knows who is
+`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`, or several of them between commas. The coordinator keeps the values and knows who is
 present; everything else is shared with the etcd back end.
 """
 
@@ -13,16 +13,15 @@ import socket
 from contextlib import suppress
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
 from strata.rendezvous.health_gate import check_before_joining
 from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import leave
+from strata.worker.address import coordinator_address
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT = 50051
 DEFAULT_REQUEST_TIMEOUT_S = 2.0
 
 
@@ -30,8 +29,10 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
     """What `torchrun --rdzv-backend=strata` calls."""
     from strata.rpc.cas import CoordinatorCasClient, HostRefused
 
-    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    address = f"{host}:{port}"
+    try:
+        address = coordinator_address(params.endpoint or "localhost")
+    except ValueError as error:
+        raise RendezvousError(str(error)) from None
     client = CoordinatorCasClient(
         address, timeout_s=float(params.get("read_timeout", DEFAULT_REQUEST_TIMEOUT_S))
     )

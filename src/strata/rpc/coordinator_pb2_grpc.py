@@ -37,121 +37,121 @@ class CoordinatorStub:
             channel: A grpc.Channel.
         """
         self.RegisterWorker = channel.unary_unary(
-            "/coordinator.Coordinator/RegisterWorker",
+            "/strata.v1.Coordinator/RegisterWorker",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.RegisterWorkerRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.RegisterWorkerResponse.FromString,
             _registered_method=True,
         )
         self.Heartbeat = channel.unary_unary(
-            "/coordinator.Coordinator/Heartbeat",
+            "/strata.v1.Coordinator/Heartbeat",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.HeartbeatResponse.FromString,
             _registered_method=True,
         )
         self.DeregisterWorker = channel.unary_unary(
-            "/coordinator.Coordinator/DeregisterWorker",
+            "/strata.v1.Coordinator/DeregisterWorker",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.DeregisterWorkerRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.DeregisterWorkerResponse.FromString,
             _registered_method=True,
         )
         self.RegisterDataset = channel.unary_unary(
-            "/coordinator.Coordinator/RegisterDataset",
+            "/strata.v1.Coordinator/RegisterDataset",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.RegisterDatasetRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.RegisterDatasetResponse.FromString,
             _registered_method=True,
         )
         self.ListDatasets = channel.unary_unary(
-            "/coordinator.Coordinator/ListDatasets",
+            "/strata.v1.Coordinator/ListDatasets",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ListDatasetsRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ListDatasetsResponse.FromString,
             _registered_method=True,
         )
         self.GetDataShard = channel.unary_unary(
-            "/coordinator.Coordinator/GetDataShard",
+            "/strata.v1.Coordinator/GetDataShard",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.GetDataShardRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.GetDataShardResponse.FromString,
             _registered_method=True,
         )
         self.WaitBarrier = channel.unary_unary(
-            "/coordinator.Coordinator/WaitBarrier",
+            "/strata.v1.Coordinator/WaitBarrier",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.WaitBarrierRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.WaitBarrierResponse.FromString,
             _registered_method=True,
         )
         self.NotifyCheckpoint = channel.unary_unary(
-            "/coordinator.Coordinator/NotifyCheckpoint",
+            "/strata.v1.Coordinator/NotifyCheckpoint",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.NotifyCheckpointRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.CheckpointAck.FromString,
             _registered_method=True,
         )
         self.ReconcileCheckpoints = channel.unary_unary(
-            "/coordinator.Coordinator/ReconcileCheckpoints",
+            "/strata.v1.Coordinator/ReconcileCheckpoints",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsResponse.FromString,
             _registered_method=True,
         )
         self.GetLatestCheckpoint = channel.unary_unary(
-            "/coordinator.Coordinator/GetLatestCheckpoint",
+            "/strata.v1.Coordinator/GetLatestCheckpoint",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.GetLatestCheckpointRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.RecoveryResponse.FromString,
             _registered_method=True,
         )
         self.ReportRecovery = channel.unary_unary(
-            "/coordinator.Coordinator/ReportRecovery",
+            "/strata.v1.Coordinator/ReportRecovery",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
             _registered_method=True,
         )
         self.ReportFailure = channel.unary_unary(
-            "/coordinator.Coordinator/ReportFailure",
+            "/strata.v1.Coordinator/ReportFailure",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
             _registered_method=True,
         )
         self.AdmitHost = channel.unary_unary(
-            "/coordinator.Coordinator/AdmitHost",
+            "/strata.v1.Coordinator/AdmitHost",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
             _registered_method=True,
         )
         self.AnnounceDrain = channel.unary_unary(
-            "/coordinator.Coordinator/AnnounceDrain",
+            "/strata.v1.Coordinator/AnnounceDrain",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainResponse.FromString,
             _registered_method=True,
         )
         self.ReportHandover = channel.unary_unary(
-            "/coordinator.Coordinator/ReportHandover",
+            "/strata.v1.Coordinator/ReportHandover",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHandoverResponse.FromString,
             _registered_method=True,
         )
         self.ReportHealth = channel.unary_unary(
-            "/coordinator.Coordinator/ReportHealth",
+            "/strata.v1.Coordinator/ReportHealth",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ReportHealthResponse.FromString,
             _registered_method=True,
         )
         self.ReadValue = channel.unary_unary(
-            "/coordinator.Coordinator/ReadValue",
+            "/strata.v1.Coordinator/ReadValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
             _registered_method=True,
         )
         self.SwapValue = channel.unary_unary(
-            "/coordinator.Coordinator/SwapValue",
+            "/strata.v1.Coordinator/SwapValue",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.SwapValueRequest.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
             _registered_method=True,
         )
         self.Presence = channel.stream_stream(
-            "/coordinator.Coordinator/Presence",
+            "/strata.v1.Coordinator/Presence",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.AgentMessage.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.PresenceNotice.FromString,
             _registered_method=True,
         )
         self.Session = channel.stream_stream(
-            "/coordinator.Coordinator/Session",
+            "/strata.v1.Coordinator/Session",
             request_serializer=strata_dot_rpc_dot_coordinator__pb2.WorkerMessage.SerializeToString,
             response_deserializer=strata_dot_rpc_dot_coordinator__pb2.CoordinatorMessage.FromString,
             _registered_method=True,
@@ -387,9 +387,9 @@ def add_CoordinatorServicer_to_server(servicer, server):
             response_serializer=strata_dot_rpc_dot_coordinator__pb2.CoordinatorMessage.SerializeToString,
         ),
     }
-    generic_handler = grpc.method_handlers_generic_handler("coordinator.Coordinator", rpc_method_handlers)
+    generic_handler = grpc.method_handlers_generic_handler("strata.v1.Coordinator", rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers("coordinator.Coordinator", rpc_method_handlers)
+    server.add_registered_method_handlers("strata.v1.Coordinator", rpc_method_handlers)
 
 
 # This class is part of an EXPERIMENTAL API.
@@ -412,7 +412,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/RegisterWorker",
+            "/strata.v1.Coordinator/RegisterWorker",
             strata_dot_rpc_dot_coordinator__pb2.RegisterWorkerRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.RegisterWorkerResponse.FromString,
             options,
@@ -442,7 +442,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/Heartbeat",
+            "/strata.v1.Coordinator/Heartbeat",
             strata_dot_rpc_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.HeartbeatResponse.FromString,
             options,
@@ -472,7 +472,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/DeregisterWorker",
+            "/strata.v1.Coordinator/DeregisterWorker",
             strata_dot_rpc_dot_coordinator__pb2.DeregisterWorkerRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.DeregisterWorkerResponse.FromString,
             options,
@@ -502,7 +502,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/RegisterDataset",
+            "/strata.v1.Coordinator/RegisterDataset",
             strata_dot_rpc_dot_coordinator__pb2.RegisterDatasetRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.RegisterDatasetResponse.FromString,
             options,
@@ -532,7 +532,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ListDatasets",
+            "/strata.v1.Coordinator/ListDatasets",
             strata_dot_rpc_dot_coordinator__pb2.ListDatasetsRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ListDatasetsResponse.FromString,
             options,
@@ -562,7 +562,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/GetDataShard",
+            "/strata.v1.Coordinator/GetDataShard",
             strata_dot_rpc_dot_coordinator__pb2.GetDataShardRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.GetDataShardResponse.FromString,
             options,
@@ -592,7 +592,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/WaitBarrier",
+            "/strata.v1.Coordinator/WaitBarrier",
             strata_dot_rpc_dot_coordinator__pb2.WaitBarrierRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.WaitBarrierResponse.FromString,
             options,
@@ -622,7 +622,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/NotifyCheckpoint",
+            "/strata.v1.Coordinator/NotifyCheckpoint",
             strata_dot_rpc_dot_coordinator__pb2.NotifyCheckpointRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.CheckpointAck.FromString,
             options,
@@ -652,7 +652,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReconcileCheckpoints",
+            "/strata.v1.Coordinator/ReconcileCheckpoints",
             strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReconcileCheckpointsResponse.FromString,
             options,
@@ -682,7 +682,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/GetLatestCheckpoint",
+            "/strata.v1.Coordinator/GetLatestCheckpoint",
             strata_dot_rpc_dot_coordinator__pb2.GetLatestCheckpointRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.RecoveryResponse.FromString,
             options,
@@ -712,7 +712,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReportRecovery",
+            "/strata.v1.Coordinator/ReportRecovery",
             strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportRecoveryResponse.FromString,
             options,
@@ -742,7 +742,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReportFailure",
+            "/strata.v1.Coordinator/ReportFailure",
             strata_dot_rpc_dot_coordinator__pb2.ReportFailureRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportFailureResponse.FromString,
             options,
@@ -772,7 +772,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/AdmitHost",
+            "/strata.v1.Coordinator/AdmitHost",
             strata_dot_rpc_dot_coordinator__pb2.AdmitHostRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.AdmitHostResponse.FromString,
             options,
@@ -802,7 +802,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/AnnounceDrain",
+            "/strata.v1.Coordinator/AnnounceDrain",
             strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.AnnounceDrainResponse.FromString,
             options,
@@ -832,7 +832,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReportHandover",
+            "/strata.v1.Coordinator/ReportHandover",
             strata_dot_rpc_dot_coordinator__pb2.ReportHandoverRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportHandoverResponse.FromString,
             options,
@@ -862,7 +862,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReportHealth",
+            "/strata.v1.Coordinator/ReportHealth",
             strata_dot_rpc_dot_coordinator__pb2.ReportHealthRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ReportHealthResponse.FromString,
             options,
@@ -892,7 +892,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/ReadValue",
+            "/strata.v1.Coordinator/ReadValue",
             strata_dot_rpc_dot_coordinator__pb2.ReadValueRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
             options,
@@ -922,7 +922,7 @@ class Coordinator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            "/coordinator.Coordinator/SwapValue",
+            "/strata.v1.Coordinator/SwapValue",
             strata_dot_rpc_dot_coordinator__pb2.SwapValueRequest.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.ValueResponse.FromString,
             options,
@@ -952,7 +952,7 @@ class Coordinator:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            "/coordinator.Coordinator/Presence",
+            "/strata.v1.Coordinator/Presence",
             strata_dot_rpc_dot_coordinator__pb2.AgentMessage.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.PresenceNotice.FromString,
             options,
@@ -982,7 +982,7 @@ class Coordinator:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            "/coordinator.Coordinator/Session",
+            "/strata.v1.Coordinator/Session",
             strata_dot_rpc_dot_coordinator__pb2.WorkerMessage.SerializeToString,
             strata_dot_rpc_dot_coordinator__pb2.CoordinatorMessage.FromString,
             options,

@@ -38,13 +38,19 @@ class AgentPresence:
         run_id: str,
         host: str = "",
         on_leave: Callable[[str, float | None], None] = lambda reason, within_s: None,
+        on_notice: Callable[[], None] = lambda: None,
+        on_end: Callable[[grpc.RpcError | None], bool] = lambda error: False,
     ) -> None:
+        """`on_end` is called when a stream has ended, with its error, and says whether the next is to be opened at once: another
+        coordinator's."""
         self._open_stream = open_stream
         self._key = key
         self._node = node
         self._run_id = run_id
         self._host = host
         self._on_leave = on_leave
+        self._on_notice = on_notice
+        self._on_end = on_end
         self._news = threading.Condition()
         self._notice: pb.PresenceNotice | None = None
         self._lost: frozenset[str] = frozenset()
@@ -85,14 +91,17 @@ class AgentPresence:
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
         while not self._closing.is_set():
             opened_s = time.monotonic()
+            failure: grpc.RpcError | None = None
             try:
                 self._to_send = queue.SimpleQueue()
                 hello = pb.AgentHello(key=self._key, node=self._node, host=self._host)
                 self._to_send.put(pb.AgentMessage(hello=hello))
                 self._call = self._open_stream(iter(self._to_send.get, None))
                 for notice in self._call:
+                    self._on_notice()
                     self._take(notice)
             except grpc.RpcError as error:
+                failure = error
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     logger.info(
                         "the coordinator is of an earlier version: lost nodes are known by keep-alives alone"
@@ -104,6 +113,8 @@ class AgentPresence:
                     self._notice = None
             if time.monotonic() - opened_s > LONGEST_RETRY_S:
                 backoff.worked()
+            if self._on_end(failure):
+                continue
             self._closing.wait(backoff.pause_s() or 0.0)
 
     def _take(self, notice: pb.PresenceNotice) -> None:

@@ -2,7 +2,7 @@
 
 `log` costs a few microseconds: the values of a call are put down in a row, the names only once. A thread of its own gathers
 rows, four times a second, for the coordinator (`worker.outbox`) and for sinks. Tensors on a GPU are copied as part of its
-stream and read when they have arrived: nobody waits for the device. What cannot be kept is dropped, counted and said.
+stream (`scalars`) and read when they have arrived: nobody waits for the device. What cannot be kept is dropped, counted and said.
 
 Values of rank 0 are kept; calls on other ranks return at once.
 """
@@ -31,6 +31,7 @@ from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import Sink, SinkRows, SinkRun
 from strata.training.histogram import Histogram
+from strata.training.scalars import Copied, ScalarCopies
 from strata.worker.outbox import MetricOutbox
 from strata.worker.resources import ResourceSampler
 
@@ -44,6 +45,9 @@ SCHEMAS_LIMIT = 10_000
 CLOSE_S, CRASH_S = 30.0, 1.0
 """How long sinks may take to finish: when a job ends, and when its process fails and should end at once."""
 PLAIN = frozenset({float, int, bool})
+TENSORS = frozenset({torch.Tensor})
+NO_DEVICE = -1
+"""What torch calls the CPU where it numbers devices."""
 SEPARATOR = "/"
 
 Metrics = Mapping[str, Any]
@@ -61,15 +65,24 @@ class _Row:
 
 @dataclass(slots=True)
 class _Pending:
-    """Values that are still on their way from a device."""
+    """Values that are still on a device, or on their way from it."""
 
-    where: list[int]
-    values: torch.Tensor
-    arrived: torch.cuda.Event | None
+    where: Sequence[int]
+    values: Copied | torch.Tensor
 
     @property
     def is_there(self) -> bool:
-        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+        return isinstance(self.values, torch.Tensor) or self.values.is_there
+
+    def read(self) -> list[float]:
+        found: list[float] = (
+            self.values.tolist() if isinstance(self.values, torch.Tensor) else self.values.read()
+        )
+        return found
+
+
+_Resolved = tuple[tuple[str, ...], list[Any], list[_Pending] | None]
+"""Names, plain numbers, and what takes the place of some of them once it has arrived."""
 
 
 @dataclass(slots=True)
@@ -111,6 +124,7 @@ class MetricLog:
         self._put = self._got = 0
         """How many values were logged, and how many of them gathered."""
         self._checked: dict[tuple[str, ...], None] = {}
+        self._copies = ScalarCopies()
         self._committed = -1
         self._dropped_said = False
         self._sampler = ResourceSampler()
@@ -127,7 +141,7 @@ class MetricLog:
         values = list(metrics.values())
         pending: list[_Pending] | None = None
         if not PLAIN.issuperset(map(type, values)):
-            names, values, pending = _resolved(metrics)
+            names, values, pending = self._at_once(names, values) or self._resolved(metrics)
         if names not in self._checked:
             self._check(names)
         try:
@@ -154,6 +168,50 @@ class MetricLog:
         self._thread.join(CRASH_S if failed else CLOSE_S)
         if self._thread.is_alive() and not failed:
             log.warning("the sinks of metrics have not finished after %.0f s", CLOSE_S)
+
+    def _at_once(self, names: tuple[str, ...], values: list[Any]) -> _Resolved | None:
+        """Where all values are tensors of one device, as those logged under these names before were: nothing is looked at one
+        by one. None where they are not."""
+        if names not in self._checked or not TENSORS.issuperset(map(type, values)):
+            return None
+        devices = set(map(torch.Tensor.get_device, values))
+        with suppress(RuntimeError):  # One of them has another shape, or several values.
+            if devices == {NO_DEVICE}:
+                return names, list(map(torch.Tensor.item, values)), None
+            if len(devices) == 1 and values[0].is_cuda:
+                copied = self._copies.copied(values, devices.pop())
+                return names, [0.0] * len(values), [_Pending(range(len(values)), copied)]
+        return None
+
+    def _resolved(self, metrics: Metrics) -> _Resolved:
+        if any(isinstance(value, (Mapping, Histogram)) for value in metrics.values()):
+            metrics = flattened(metrics)
+        names, values = tuple(metrics), list(metrics.values())
+        on_devices: dict[tuple[torch.device, torch.dtype | None], list[int]] = {}
+        for index, value in enumerate(values):
+            if type(value) is not torch.Tensor or value.numel() != 1:
+                continue
+            if value.is_cpu:
+                # It is there, and reading it costs less than a copy to be read later.
+                values[index] = value.item()
+            elif value.is_complex():
+                raise _not_a_number(names[index : index + 1], [1j])
+            else:
+                kind = None if value.is_cuda else value.dtype
+                on_devices.setdefault((value.device, kind), []).append(index)
+        pending = [self._taken(values, device, where) for (device, _), where in on_devices.items()]
+        for each in pending:
+            for index in each.where:
+                values[index] = 0.0
+        return names, values, pending or None
+
+    def _taken(self, values: list[Any], device: torch.device, where: list[int]) -> _Pending:
+        """As they are now: whatever the loop does to its tensors afterwards."""
+        with torch.no_grad():
+            found = [values[index].reshape(()) for index in where]
+            if device.type == "cuda":
+                return _Pending(where, self._copies.copied(found, device.index))
+            return _Pending(where, torch.stack(found))
 
     def _check(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -321,56 +379,11 @@ def flattened(metrics: Metrics, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _resolved(metrics: Metrics) -> tuple[tuple[str, ...], list[Any], list[_Pending] | None]:
-    """Names and values where some are no plain numbers; what must not be waited for apart."""
-    if any(isinstance(value, (Mapping, Histogram)) for value in metrics.values()):
-        metrics = flattened(metrics)
-    values = list(metrics.values())
-    tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, value in enumerate(values):
-        if type(value) is not torch.Tensor or value.numel() != 1:
-            continue
-        if value.is_cpu:
-            values[index] = (
-                value.item()
-            )  # It is there, and reading it costs less than a copy to be read later.
-        else:
-            tensors.setdefault((value.device, value.dtype), []).append(index)
-    if not tensors:
-        return tuple(metrics), values, None
-    pending = [_taken(values, where) for where in tensors.values()]
-    for where in tensors.values():
-        for index in where:
-            values[index] = 0.0
-    return tuple(metrics), values, pending
-
-
-def _taken(values: list[Any], where: list[int]) -> _Pending:
-    """As they are now: whatever the loop does to its tensors afterwards."""
-    with torch.no_grad():
-        found = [values[index] for index in where]
-        if len(found) == 1 and found[0].is_cuda:
-            together = found[0].reshape(
-                1
-            )  # Its copy to the host is part of its stream, and needs no other before it.
-        else:
-            together = torch.stack([each if each.dim() == 0 else each.reshape(()) for each in found])
-        if not together.is_cuda:
-            return _Pending(where, together, None)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
-        host.copy_(together, non_blocking=True)
-        arrived.record(torch.cuda.current_stream(together.device))
-        return _Pending(where, host, arrived)
-
-
 def _read(row: _Row) -> bool:
     """Put values that have arrived into their row; False where the device has failed."""
     try:
         for pending in row.pending or ():
-            if pending.arrived is not None:
-                pending.arrived.synchronize()
-            for index, value in zip(pending.where, pending.values.tolist(), strict=True):
+            for index, value in zip(pending.where, pending.read(), strict=True):
                 row.values[index] = value
     except (RuntimeError, TypeError):
         return False

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from strata.errors import StrataError
+from strata.leader import LEADER_METADATA
 
 NOBODY_ANSWERED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -28,14 +29,29 @@ class CoordinatorUnavailable(StrataError):
             "(50051) is open.",
         )
         self.address = address
+        self.why = why
+        self.leader = ""
+        """Who leads, where a standby has said so."""
+
+
+class NoLeader(CoordinatorUnavailable):
+    """None of the addresses given leads; `report` has what each of them said."""
+
+    def __init__(self, address: str, report: str) -> None:
+        super().__init__(address, report)
+        self.message = f"None of the coordinators leads: {report}."
+        self.hint = (
+            "Check that `strata serve` runs at one of them, with a journal it can write to, and that COORDINATOR_ADDR "
+            "names them all."
+        )
 
 
 class CoordinatorStorageFull(CoordinatorUnavailable):
     """It answers, and can record nothing until there is space on its disk. Worth waiting for, as for one that is away."""
 
     def __init__(self, address: str, why: str, *, hint: str) -> None:
-        StrataError.__init__(self, why, hint=hint)
-        self.address = address
+        super().__init__(address, why)
+        self.message, self.hint = why, hint
 
 
 class CoordinatorRefused(StrataError):
@@ -98,8 +114,10 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         named = trailers.get("strata-missing-bin", b"")
         names = named.decode() if isinstance(named, bytes) else str(named)
         return BarrierBroken(text, missing=tuple(filter(None, names.split("\n"))))
-    if code == "unavailable":
-        return CoordinatorUnavailable(address, text.rstrip("."))
+    if error.code() is grpc.StatusCode.UNAVAILABLE:  # A standby's word, too.
+        away = CoordinatorUnavailable(address, text.rstrip(".") or "unavailable")
+        away.leader = str(trailers.get(LEADER_METADATA, ""))
+        return away
     if code == "storage_full":
         return CoordinatorStorageFull(address, text, hint=hint)
     cause = str(trailers.get("strata-cause", ""))
@@ -113,4 +131,9 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return CoordinatorRefused("forbidden", text, hint="Set STRATA_TOKEN.")
     if error.code() == grpc.StatusCode.INTERNAL and "too large" in text.lower():
         return CoordinatorRefused("invalid_argument", text)
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        what = f"The coordinator at {address} does not know this call: it is of an earlier version ({text.rstrip('.!')})."
+        return CoordinatorRefused(
+            "unimplemented", what, hint="Upgrade the coordinator first, then its workers."
+        )
     return CoordinatorRefused(error.code().name.lower(), text)

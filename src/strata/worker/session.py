@@ -1,8 +1,8 @@
 """The background thread that keeps a worker in touch with its coordinator.
 
 One thread, one event loop, one stream. Heartbeats go out on time whatever the training thread does, also while
-it waits at a barrier. A lost connection is taken up again with back-off and jitter, under the same incarnation;
-barrier arrivals that were waiting are sent again and count once. When the coordinator says that this
+it waits at a barrier. A lost connection is taken up again with back-off and jitter, under the same incarnation, with
+whichever of the coordinators leads by then (`strata.leader`); barrier arrivals that were waiting are sent again and count once. When the coordinator says that this
 incarnation is over, everything that waits fails with `StaleWorker` and nothing more is sent.
 
 Nothing here ever blocks a training step: callers hand over values and, where they want an answer, wait for it.
@@ -26,12 +26,16 @@ import grpc
 import grpc.aio
 
 from strata.backoff import Backoff
+from strata.leader import Coordinators, Search
 from strata.rpc import coordinator_pb2 as pb
-from strata.rpc import coordinator_pb2_grpc
+from strata.rpc.stubs import Stubs
+from strata.worker.address import split_addresses
 from strata.worker.errors import (
     BarrierBroken,
     CoordinatorRefused,
+    CoordinatorStorageFull,
     CoordinatorUnavailable,
+    NoLeader,
     StaleWorker,
     from_rpc,
 )
@@ -49,6 +53,8 @@ GOODBYE_S = 4.0
 """How long the coordinator may take to answer a goodbye on the session, and then a call that repeats it."""
 ANSWER_MARGIN_S = 5.0
 """How long after a barrier's time-out the coordinator may take to say so."""
+ATTEMPT_S = 3.0
+"""How long one of several coordinators may take to answer a call before another is asked; each time twice as long."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 
 CHANNEL_OPTIONS = [
@@ -61,6 +67,12 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.enable_retries", 0),
+]
+SEVERAL_OPTIONS = [
+    # One that is frozen answers no pings, and another leads within seconds.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
 ]
 
 T = TypeVar("T")
@@ -77,6 +89,8 @@ class Topology:
 
 
 class SessionThread:
+    """`address` is HOST:PORT, or several of them between commas."""
+
     def __init__(
         self,
         address: str,
@@ -85,7 +99,7 @@ class SessionThread:
         credentials: grpc.ChannelCredentials | None = None,
         call_timeout_s: float = 30.0,
     ) -> None:
-        self.address = address
+        self.coordinators = Coordinators(split_addresses(address), follows_unlisted=credentials is not None)
         self.call_timeout_s = call_timeout_s
         self.logs = LogOutbox()
         self.metrics: MetricOutbox | None = None
@@ -120,6 +134,11 @@ class SessionThread:
         self._ready.wait()
 
     # --- for any thread -------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Of the coordinator that leads, as far as is known."""
+        return self.coordinators.current
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on the session's loop."""
@@ -184,24 +203,43 @@ class SessionThread:
             await self._end_session()
 
     async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
-        """A unary call, retried while the coordinator is unreachable. Every call of the contract may be repeated safely."""
+        """A unary call, retried while no coordinator that leads is reached. Every call of the contract may be repeated safely."""
         budget_s = timeout_s if timeout_s is not None else self.call_timeout_s
         deadline_s = time.monotonic() + budget_s
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S, budget_s=budget_s)
+        search = self.coordinators.search()
+        attempt_s = ATTEMPT_S if self.coordinators.are_several else budget_s
         while True:
             remaining_s = max(0.05, deadline_s - time.monotonic())
             try:
-                return await getattr(self._stub, method)(
-                    request, timeout=remaining_s, metadata=self._metadata
+                answer = await self._stubs(search.address).call_async(
+                    method, request, timeout=min(attempt_s, remaining_s), metadata=self._metadata
                 )
+                search.worked()
+                return answer
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error, self.address)
+                failure = from_rpc(error, search.address)
                 if not isinstance(failure, CoordinatorUnavailable):
                     raise failure from None
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempt_s *= 2
+                if self._is_next(search, failure) and time.monotonic() < deadline_s:
+                    continue
                 pause_s = backoff.pause_s()
                 if pause_s is None:
-                    raise failure from None
+                    raise self._none_leads(search, failure) from None
             await asyncio.sleep(pause_s)
+
+    def _is_next(self, search: Search, failure: CoordinatorUnavailable) -> bool:
+        """Whether another coordinator is to be asked at once. One whose disk is full leads all the same."""
+        if isinstance(failure, CoordinatorStorageFull):
+            return False
+        return search.failed(failure.why, leader=failure.leader)
+
+    def _none_leads(self, search: Search, failure: CoordinatorUnavailable) -> CoordinatorUnavailable:
+        if not self.coordinators.are_several or isinstance(failure, CoordinatorStorageFull):
+            return failure
+        return NoLeader(",".join(self.coordinators.addresses), search.report())
 
     async def wait_barrier(self, request: pb.WaitBarrierRequest) -> pb.WaitBarrierResponse:
         """Arrive, and wait until the barrier ends, over as many connections as it takes."""
@@ -232,14 +270,17 @@ class SessionThread:
     async def _keep_session(self, registration: pb.RegisterWorkerResponse) -> None:
         backoff = Backoff(first_s=FIRST_RETRY_S, longest_s=LONGEST_RETRY_S)
         backoff.worked()
+        search = self.coordinators.search()
         while not self.stale_reason:
             started_s = time.monotonic()
+            failure: Exception = CoordinatorUnavailable(search.address, "the session ended")
             try:
-                await self._run_session(registration)
+                await self._run_session(registration, search)
                 if self._has_left:
                     return
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc(error, self.address)
+                self._stubs(search.address).stream_failed(error)
+                failure = from_rpc(error, search.address)
                 if isinstance(failure, StaleWorker):
                     self._become_stale(failure)
                     return
@@ -258,14 +299,23 @@ class SessionThread:
                 self.connected.clear()
             if time.monotonic() - started_s > 5.0:
                 backoff.worked()
+            if isinstance(failure, CoordinatorUnavailable) and self._is_next(search, failure):
+                continue
             await asyncio.sleep(backoff.pause_s() or 0.0)
 
-    async def _run_session(self, registration: pb.RegisterWorkerResponse) -> None:
+    async def _run_session(self, registration: pb.RegisterWorkerResponse, search: Search) -> None:
         # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.
-        stream = self._stub.Session(metadata=self._metadata, wait_for_ready=True)
+        waits = not self.coordinators.are_several
+        stream = self._stubs(search.address).current.method("Session")(
+            metadata=self._metadata, wait_for_ready=waits
+        )
         hello = pb.Hello(worker_id=registration.assigned_id, incarnation=registration.incarnation)
-        await stream.write(pb.WorkerMessage(hello=hello))
-        reader = self._loop.create_task(self._read(stream))
+        try:
+            await stream.write(pb.WorkerMessage(hello=hello))
+        except asyncio.InvalidStateError:
+            await stream.read()  # It has ended already; this says how.
+            raise
+        reader = self._loop.create_task(self._read(stream, search))
         try:
             sender = self._loop.create_task(self._send(stream, registration.heartbeat_interval_ms / 1000))
             try:
@@ -344,13 +394,14 @@ class SessionThread:
                 self.logs.give_back(batch)
                 raise
 
-    async def _read(self, stream: Any) -> None:
+    async def _read(self, stream: Any, search: Search) -> None:
         while True:
             message = await stream.read()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                 return
             match message.WhichOneof("body"):
                 case "welcome":
+                    search.worked()
                     self.connected.set()
                 case "topology":
                     self._take_topology(message.topology)
@@ -429,11 +480,21 @@ class SessionThread:
         self._wake = asyncio.Event()
         self._logs_sent = asyncio.Event()
         self._answered = asyncio.Event()
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(self.address, self._credentials, options=CHANNEL_OPTIONS)
-        self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channels: dict[str, tuple[grpc.aio.Channel, Stubs]] = {}
+
+    def _stubs(self, address: str) -> Stubs:
+        """For calls to one of the coordinators, over a connection that is kept."""
+        if address not in self._channels:
+            options = CHANNEL_OPTIONS
+            if self.coordinators.are_several:
+                given = dict(SEVERAL_OPTIONS)
+                options = [*SEVERAL_OPTIONS, *(each for each in CHANNEL_OPTIONS if each[0] not in given)]
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(address, options=options)
+            else:
+                channel = grpc.aio.secure_channel(address, self._credentials, options=options)
+            self._channels[address] = channel, Stubs(channel)
+        return self._channels[address][1]
 
     async def _end_session(self) -> None:
         if self._session is not None:
@@ -446,7 +507,8 @@ class SessionThread:
         for _, future in self._waiting.values():
             if not future.done():
                 future.cancel()
-        await self._channel.close(None)
+        for channel, _ in self._channels.values():
+            await channel.close(None)
 
 
 def _stale(reason: str, cause: str) -> StaleWorker:

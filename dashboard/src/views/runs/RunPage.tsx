@@ -23,6 +23,7 @@ import { useServerNow, useStore, useStory } from "../../state/store";
 import { useSafety } from "../checkpoints/Safety";
 import { Restart, Stop } from "../Tasks";
 import { hasEnded } from "../tasks/progress";
+import { DrainRun, RunDrains } from "../workers/Drain";
 import { marksOf } from "./curves";
 import { Details, Tags } from "./Details";
 import { GUTTER, phasesOf, tiersOf } from "./drawing";
@@ -91,6 +92,7 @@ function RunPage({ id }: { id: string }) {
           {back}
           {hasMetrics && <Link to="/compare" search={{ runs: encodeURIComponent(id) }} className={BUTTON}><GitCompareArrows aria-hidden className="size-4" />Compare</Link>}
           {run?.task && <Link to="/runs/$job" params={{ job: run.id }} search={{ task: run.task.id }} className={BUTTON}>Task</Link>}
+          {run !== null && isKnown && <DrainRun run={run} />}
           {run?.task && (hasEnded(run.task) ? <Restart task={run.task} /> : <Stop task={run.task} />)}
         </>
       }
@@ -194,6 +196,7 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
         <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : `if a process dies; ${others.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}`} />
         <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
+      <RunDrains run={run} />
       {logs && <PinnedPanels run={shown} metrics={metrics} kept={kept} />}
       <Card
         title="Timeline"

@@ -1,62 +1,149 @@
-/** The machine of a worker: letting it go before it is taken away, and what became of its runs. */
+/** Machines that are let go before they are taken away: that of a worker, or some of a run's; and what became of their runs. */
 
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { LogOut, Undo2 } from "lucide-react";
-import { useState } from "react";
+import { useMemo, useState, type ReactNode } from "react";
 
 import { get, post, remove } from "../../api/client";
-import type { Drain } from "../../api/types";
+import type { Drain, MachineAgents } from "../../api/types";
+import { Card } from "../../components/Card";
 import { Button, Field, Input } from "../../components/controls";
 import { Confirm } from "../../components/Dialog";
 import { ErrorNote } from "../../components/states";
 import { Ago } from "../../components/values";
 import { age, plural } from "../../format";
-import { useServerNow } from "../../state/store";
+import { useOnlyJob } from "../../session";
+import type { Run } from "../../state/runs";
+import { useServerNow, useStore } from "../../state/store";
+import { inWords, machinesOf, type Machine } from "./machines";
 
 const AGAIN_MS = 1_000;
+const QUIET_MS = 5_000;
 const WITHIN_S = 120;
+const NONE: Drain[] = [];
+const SAVED = "saves, and continues without it or with a machine that stands by";
+const REFUSED = "is let in again until that is cancelled";
+
+/** Of all machines; nothing is asked for by whoever sees one job alone. */
+function useDrains(asks = true): Drain[] {
+  const enabled = useOnlyJob() === null && asks;
+  return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? AGAIN_MS : QUIET_MS), retry: false }).data ?? NONE;
+}
+
+/** How a drain is asked for: what happens, which machines, and until when. */
+function AskDrain(props: { title: string; open: boolean; onClose: () => void; hosts: readonly string[]; children: ReactNode }) {
+  const [within, setWithin] = useState(String(WITHIN_S));
+  const queries = useQueryClient();
+  const start = useMutation({
+    mutationFn: async () => {
+      for (const host of props.hosts) await post("/drains", { host, within_s: Number(within), reason: "asked for on the dashboard" });
+    },
+    onSuccess: props.onClose,
+    onSettled: () => queries.invalidateQueries({ queryKey: ["drains"] }),
+  });
+  const valid = Number(within) >= 0 && within.trim() !== "";
+  return (
+    <Confirm open={props.open} onClose={props.onClose} onConfirm={() => start.mutate()} title={props.title} action="Drain" busy={start.isPending || !valid || props.hosts.length === 0} error={start.error !== null && <ErrorNote error={start.error} />}>
+      {props.children}
+      <Field label="Seconds until the machine may be gone" error={valid ? undefined : "Give a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
+    </Confirm>
+  );
+}
 
 export function DrainMachine({ host }: { host: string }) {
   const [asking, setAsking] = useState(false);
-  const [within, setWithin] = useState(String(WITHIN_S));
-  const queries = useQueryClient();
-  const again = () => queries.invalidateQueries({ queryKey: ["drains"] });
-  const found = useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), refetchInterval: AGAIN_MS, retry: false });
-  const known = found.data?.find((one) => one.host === host);
-  const start = useMutation({ mutationFn: () => post("/drains", { host, within_s: Number(within), reason: "asked for on the dashboard" }), onSuccess: () => { setAsking(false); return again(); } });
-  const cancel = useMutation({ mutationFn: () => remove(`/drains/${encodeURIComponent(host)}`), onSuccess: again });
-  if (known !== undefined) {
-    return (
-      <div className="flex flex-col gap-2">
-        <Outcome drain={known} />
-        {cancel.error !== null && <ErrorNote error={cancel.error} />}
-        <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Let it be used again</Button></div>
-      </div>
-    );
-  }
-  const valid = Number(within) >= 0 && within.trim() !== "";
+  const known = useDrains().find((one) => one.host === host);
+  const only = useOnlyJob();
+  if (known !== undefined) return <Outcome drain={known} />;
   return (
     <div>
-      <Button needs="operator" onClick={() => setAsking(true)}><LogOut aria-hidden className="size-4" />Drain machine</Button>
-      <Confirm open={asking} onClose={() => setAsking(false)} onConfirm={() => valid && start.mutate()} title={`Drain ${host}?`} action="Drain" busy={start.isPending} error={start.error !== null && <ErrorNote error={start.error} />}>
-        <div className="flex flex-col gap-3">
-          <p>Its runs save, and continue without it or with a machine that stands by. None of its agents is let in again until that is cancelled.</p>
-          <Field label="Seconds until the machine may be gone" error={valid ? undefined : "Give a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
-        </div>
-      </Confirm>
+      <Button needs="operator" unless={boundTo(only)} onClick={() => setAsking(true)}><LogOut aria-hidden className="size-4" />Drain machine</Button>
+      <AskDrain open={asking} onClose={() => setAsking(false)} title={`Drain ${host}?`} hosts={[host]}>
+        <p>Each of its runs {SAVED}. None of its agents {REFUSED}.</p>
+      </AskDrain>
     </div>
+  );
+}
+
+function boundTo(job: string | null): string | undefined {
+  return job === null ? undefined : `Other runs may be on its machines: you are signed in for ${job} alone.`;
+}
+
+/** Some machines of a run. */
+export function DrainRun({ run }: { run: Run }) {
+  const [asking, setAsking] = useState(false);
+  const only = useOnlyJob();
+  const alive = run.alive > 0;
+  const drains = useDrains(alive);
+  const agents = useQuery({ queryKey: ["agents"], queryFn: ({ signal }) => get<MachineAgents[]>("/agents", {}, signal), enabled: alive && only === null, refetchInterval: QUIET_MS, retry: false });
+  const workers = useStore((state) => state.workers);
+  const machines = useMemo(() => machinesOf(run.id, [...workers.values()], agents.data, drains), [run.id, workers, agents.data, drains]);
+  return (
+    <>
+      <Button needs="operator" unless={boundTo(only) ?? refusalOf(run, machines, agents.data)} onClick={() => setAsking(true)}><LogOut aria-hidden className="size-4" />Drain</Button>
+      {asking && <AskRun run={run} machines={machines} onClose={() => setAsking(false)} />}
+    </>
+  );
+}
+
+function refusalOf(run: Run, machines: readonly Machine[], agents: readonly MachineAgents[] | undefined): string | undefined {
+  if (run.alive === 0) return "No worker of this run is alive: there is nothing to drain.";
+  if (agents === undefined) return "Asking which of its machines can be drained …";
+  if (machines.some((one) => one.refusal === undefined)) return undefined;
+  return machines.every((one) => one.isDrained) ? "All of its machines are drained." : "Its machines have no agent that is connected to this coordinator, and only agents can be asked to go: start them with strata torchrun --rdzv-endpoint.";
+}
+
+function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => void }) {
+  const able = props.machines.filter((one) => one.refusal === undefined);
+  const [picked, setPicked] = useState<ReadonlySet<string>>(() => new Set(able.length === 1 ? able.map((one) => one.host) : []));
+  const chosen = able.filter((one) => picked.has(one.host));
+  const toggle = (host: string) => setPicked((before) => new Set(before.has(host) ? [...before].filter((one) => one !== host) : [...before, host]));
+  return (
+    <AskDrain open onClose={props.onClose} title={`Drain machines of ${props.run.name}?`} hosts={chosen.map((one) => one.host)}>
+      <fieldset className="flex max-h-64 flex-col gap-1.5 overflow-y-auto">
+        <legend className="mb-1 text-sm font-medium">Machines</legend>
+        {props.machines.map((one) => (
+          <label key={one.host} className={`flex items-baseline gap-2 ${one.refusal === undefined ? "" : "text-faint"}`}>
+            <input type="checkbox" className="translate-y-0.5" disabled={one.refusal !== undefined} checked={picked.has(one.host)} onChange={() => toggle(one.host)} />
+            <span className="foreign min-w-0 break-words"><span className="font-medium">{one.host}</span>: {one.refusal ?? plural(one.workers, "worker")}</span>
+          </label>
+        ))}
+      </fieldset>
+      <p aria-live="polite">{chosen.length === 0 ? "Choose at least one." : `${inWords(props.run.name, chosen, props.machines)} None of their agents ${REFUSED}.`}</p>
+    </AskDrain>
+  );
+}
+
+/** What became of machines that this run was asked to leave, as long as they are out of use. */
+export function RunDrains({ run }: { run: Run }) {
+  const drains = useDrains();
+  const hosts = new Set(run.workers.map((worker) => worker.ip));
+  const mine = drains.filter((one) => (run.alive > 0 && hosts.has(one.host)) || one.handovers.some((each) => each.run === run.id));
+  if (mine.length === 0) return null;
+  return (
+    <Card title="Drained machines">
+      <ul className="grid gap-4 sm:grid-cols-2" aria-label="Drained machines">
+        {mine.map((one) => <li key={one.host} className="flex min-w-0 flex-col gap-1"><h3 className="foreign font-medium break-words">{one.host}</h3><Outcome drain={one} /></li>)}
+      </ul>
+    </Card>
   );
 }
 
 function Outcome({ drain }: { drain: Drain }) {
   const now = useServerNow();
+  const queries = useQueryClient();
+  const cancel = useMutation({ mutationFn: () => remove(`/drains/${encodeURIComponent(drain.host)}`), onSuccess: () => queries.invalidateQueries({ queryKey: ["drains"] }) });
   return (
-    <div className="flex flex-col gap-1">
-      <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: it may go in ${age(Math.max(0, drain.deadline - now))}`}</p>
-      <p className="foreign text-sm text-muted">{drain.reason} ({drain.by})</p>
-      <ul className="flex flex-col gap-1 text-sm">
-        {drain.handovers.map((one) => <li key={one.run} className="foreign break-words"><span className="font-medium">{one.run}</span>: {one.reason}{one.lost_steps === null ? "" : ` (${plural(one.lost_steps, "step")} lost)`}</li>)}
-      </ul>
+    <div className="flex flex-col gap-2">
+      <div className="flex flex-col gap-1">
+        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: it may go in ${age(Math.max(0, drain.deadline - now))}`}</p>
+        <p className="foreign text-sm text-muted">{drain.reason} ({drain.by})</p>
+        <ul className="flex flex-col gap-1 text-sm">
+          {drain.handovers.map((one) => <li key={one.run} className="foreign break-words"><span className="font-medium">{one.run}</span>: {one.reason}{one.lost_steps === null ? "" : ` (${plural(one.lost_steps, "step")} lost)`}</li>)}
+        </ul>
+      </div>
+      {cancel.error !== null && <ErrorNote error={cancel.error} />}
+      <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Let it be used again</Button></div>
     </div>
   );
 }

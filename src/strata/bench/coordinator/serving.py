@@ -86,7 +86,7 @@ async def _serve_nothing() -> None:
     handler = grpc.unary_unary_rpc_method_handler(answer)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("coordinator.Coordinator", {"Nothing": handler}),)
+        (grpc.method_handlers_generic_handler("strata.v1.Coordinator", {"Nothing": handler}),)
     )
     port = server.add_insecure_port(f"{HOST}:0")
     await server.start()

@@ -12,7 +12,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 
-SERVICE = "/coordinator.Coordinator/"
+SERVICE = "/strata.v1.Coordinator/"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 0x1, 0x1, 0x4

@@ -11,7 +11,7 @@ from rich.text import Text
 from strata.cli.common import errors
 from strata.config import ConfigError
 from strata.launch.recipes_builtin import TRAINER
-from strata.worker.address import coordinator_address
+from strata.worker.address import coordinator_address, split_addresses
 
 
 def slurm(
@@ -38,7 +38,8 @@ def slurm(
     python: Annotated[str, typer.Option(help="The Python on the nodes that has Strata.")] = "python3",
     setup: Annotated[str, typer.Option(help="File to source first, such as .venv/bin/activate.")] = "",
     coordinator: Annotated[
-        str | None, typer.Option(help="host:port of the coordinator's gRPC. [COORDINATOR_ADDR]")
+        str | None,
+        typer.Option(help="host:port of the coordinator's gRPC, or several with commas. [COORDINATOR_ADDR]"),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. [stdout]")] = None,
 ) -> None:
@@ -84,7 +85,7 @@ def slurm(
         setup=setup,
     )
     script = sbatch_script(spec, options)
-    if is_loopback(address.rpartition(":")[0]):
+    if any(is_loopback(each.rpartition(":")[0]) for each in split_addresses(address)):
         note = f"note: {address} is each node itself; give an address that they reach with --coordinator."
         errors.print(Text(note, style="yellow"), soft_wrap=True)
     if output is None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from strata.api import leader_url
 from strata.cli.common import DEFAULT_API, Api, AsJson, duration, errors, post_facts, print_json
 from strata.coordinator.auth.principals import Role
 
@@ -20,7 +21,7 @@ AsRole = Annotated[Role, typer.Option(help="What the browser may do; at most wha
 def dashboard_link(role: AsRole = "viewer", api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
     """A link that signs a browser in to the dashboard: once, within ten minutes."""
     made = post_facts(api, "/api/session/links", {"role": role}, having="path")
-    link = f"{api.rstrip('/')}{made['path']}"
+    link = f"{leader_url(api)}{made['path']}"
     if as_json:
         print_json({"link": link, "role": role, "expires_in_s": made["expires_in"]})
         return

@@ -61,7 +61,7 @@ def unreadable(message: Malformed) -> InvalidArgument:
     return InvalidArgument(
         "message",
         f"cannot be read: {message.why}.",
-        hint="Send what proto/strata/rpc/coordinator.proto describes; texts must be UTF-8.",
+        hint=message.hint,
     )
 
 

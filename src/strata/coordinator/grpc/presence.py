@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from strata.coordinator.auth.principals import Forbidden, Principal
@@ -254,4 +255,7 @@ class Agents:
 
     def count(self, host: str) -> int:
         """How many agents of a machine take part in runs."""
-        return sum(stream.host == host for meeting in self._meetings.values() for stream in meeting.streams)
+        return self.by_host()[host]
+
+    def by_host(self) -> Counter[str]:
+        return Counter(stream.host for meeting in self._meetings.values() for stream in meeting.streams)

@@ -1,5 +1,5 @@
-"""Machines that go, over HTTP: which they are and what became of their runs, asking one to go, and letting it be used again; and what
-machines have measured of themselves."""
+"""Machines that go, over HTTP: which they are and what became of their runs, which can be asked to, asking one, and letting it be used
+again; and what machines have measured of themselves."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ class DrainBody(BaseModel):
         ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be gone", examples=[90]
     )
     reason: str = Field(default="", max_length=REASON_LIMIT, examples=["maintenance of rack 4"])
+
+
+class MachineAgents(BaseModel):
+    """A machine that can be drained."""
+
+    host: str = Field(description="As its workers show it")
+    agents: int = Field(description="Those that hold a stream to this coordinator")
+
+
+@router.get("/agents", response_model=list[MachineAgents])
+async def agents(runtime: TheRuntime) -> Response:
+    """Machines whose agents are connected, by name: those that a drain asks to go. A run that meets elsewhere has none here."""
+    found = runtime.agents.by_host()
+    return json_response([{"host": host, "agents": found[host]} for host in sorted(found)])
 
 
 @router.get("/drains", response_model=list[DrainView])

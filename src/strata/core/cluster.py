@@ -66,6 +66,7 @@ from strata.core.messages import (
     Event,
     HandoverRecorded,
     Heartbeat,
+    HeartbeatsFolded,
     HostCleared,
     HostDrained,
     HostDrainStarted,
@@ -457,6 +458,8 @@ class Cluster:
         match observation:
             case Heartbeat():
                 self.membership.take_heartbeat(observation, now)
+            case HeartbeatsFolded():
+                self.membership.take_heartbeats(observation, now)
             case WorkerConnected():
                 self.membership.take_connection(observation, now)
             case WorkerDisconnected():

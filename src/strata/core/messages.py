@@ -121,9 +121,11 @@ __all__ = [
     "Event",
     "ExitCause",
     "FileSpan",
+    "FoldedBeat",
     "Gpu",
     "HandoverRecorded",
     "Heartbeat",
+    "HeartbeatsFolded",
     "HostCleared",
     "HostDrainStarted",
     "HostDrained",
@@ -531,6 +533,21 @@ class Heartbeat:
     report: Report
 
 
+class FoldedBeat(NamedTuple):
+    """One worker of a folded heartbeat. Without a report it has nothing new to say."""
+
+    worker_id: WorkerId
+    incarnation: int
+    report: Report | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatsFolded:
+    """These workers of one machine are alive. Who is no longer a member is left out: it is notified of that otherwise."""
+
+    beats: tuple[FoldedBeat, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConnected:
     """A worker's stream is open."""
@@ -612,6 +629,7 @@ class ClockResumed:
 
 Observation = (
     Heartbeat
+    | HeartbeatsFolded
     | WorkerConnected
     | WorkerDisconnected
     | ProgressReported

@@ -23,6 +23,7 @@ from strata.core.messages import (
     DatasetSpec,
     DeregisterWorker,
     FileSpan,
+    FoldedBeat,
     Gpu,
     Heartbeat,
     InvalidArgument,
@@ -84,8 +85,16 @@ def deregister_worker(m: pb.DeregisterWorkerRequest) -> DeregisterWorker:
 
 
 def heartbeat(m: pb.HeartbeatRequest) -> Heartbeat:
+    return Heartbeat(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, report=report(m))
+
+
+def folded_beat(worker_id: WorkerId, incarnation: int, m: pb.Report | None) -> FoldedBeat:
+    return FoldedBeat(worker_id, incarnation, report(m) if m is not None else None)
+
+
+def report(m: pb.HeartbeatRequest | pb.Report) -> Report:
     status = m.status
-    report = Report(
+    return Report(
         state=status.state,
         step=status.current_step,
         epoch=status.current_epoch,
@@ -93,7 +102,6 @@ def heartbeat(m: pb.HeartbeatRequest) -> Heartbeat:
         resources=resources(m.resources) if m.HasField("resources") else None,
         metrics=dict(status.metrics),
     )
-    return Heartbeat(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, report=report)
 
 
 def progress(m: pb.Progress, worker_id: WorkerId, incarnation: int) -> ProgressReported:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from strata.coordinator.auth.principals import Principal
 from strata.coordinator.engine import Engine
@@ -64,6 +65,10 @@ class WorkerSession:
         self._news[about] = message
         self._filled.set()
 
+    def notify_topology(self, generation: int, rank: int, world_size: int, reason: str) -> None:
+        topology = pb.Topology(generation=generation, rank=rank, world_size=world_size, reason=reason)
+        self.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+
     def push(self, message: pb.CoordinatorMessage) -> None:
         """An answer, which none replaces."""
         if len(self._outbox) >= OUTBOX_LIMIT:
@@ -91,11 +96,20 @@ class WorkerSession:
         return messages
 
 
+class StreamOfMany(Protocol):
+    """A machine's stream, which the sessions of its workers ride on."""
+
+    caller: Principal
+
+    def end(self, why: str) -> None: ...
+
+
 class Sessions:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cluster = engine.cluster
         self._sessions: dict[WorkerId, WorkerSession] = {}
+        self.machines: set[StreamOfMany] = set()
         self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
         self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
@@ -107,15 +121,20 @@ class Sessions:
 
     # --- coming and going -----------------------------------------------------------------------------------
 
-    def open(self, worker_id: WorkerId, incarnation: int) -> WorkerSession:
+    def open(
+        self,
+        worker_id: WorkerId,
+        incarnation: int,
+        make: Callable[[WorkerId, int, JobId], WorkerSession] = WorkerSession,
+    ) -> WorkerSession:
         """A session for a member that has just been admitted; it replaces an older one of the same worker."""
         older = self._sessions.get(worker_id)
         if older is not None:
             older.end("a newer stream of the same worker replaced it")
         job = self._cluster.membership.members[worker_id].spec.job_id
-        session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
+        session = self._sessions[worker_id] = make(worker_id, incarnation, job)
         self._engine.observe(WorkerConnected(worker_id=worker_id, incarnation=incarnation))
-        session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
+        self._notify_topology(session, "connected")
         return session
 
     def close(self, session: WorkerSession) -> None:
@@ -132,12 +151,17 @@ class Sessions:
         """Ends the sessions of callers whose credential was taken away or has expired."""
         callers = {session.caller for session in self._sessions.values() if session.caller is not None}
         revoked = {caller for caller in callers if not still_counts(caller)}
-        for session in self._sessions.values():
+        why = "its credential was revoked or has expired"
+        for machine in [each for each in self.machines if not still_counts(each.caller)]:
+            machine.end(why)
+        for session in list(self._sessions.values()):
             if session.caller in revoked:
-                session.end("its credential was revoked or has expired")
+                session.end(why)
 
     def end_all(self, why: str) -> None:
-        for session in self._sessions.values():
+        for machine in self.machines:
+            machine.end(why)
+        for session in list(self._sessions.values()):
             session.end(why)
 
     # --- news -----------------------------------------------------------------------------------------------
@@ -178,7 +202,7 @@ class Sessions:
         if session is not None and session.incarnation == incarnation:
             session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=reason, cause=cause)))
             session.end(reason)
-            del self._sessions[worker_id]
+            self._sessions.pop(worker_id, None)  # Of a machine's stream it has closed itself.
 
     def _gather_topology(self, job: JobId, reason: str) -> None:
         self._changed_jobs[job] = reason
@@ -201,16 +225,12 @@ class Sessions:
             plan_messages.setdefault(job, []).append(news)
         for session in list(self._sessions.values()):
             if session.job_id in jobs:
-                topology = self._topology(session, jobs[session.job_id])
-                session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+                self._notify_topology(session, jobs[session.job_id])
             for about, message in plan_messages.get(session.job_id, ()):
                 session.notify(about, message)
 
-    def _topology(self, session: WorkerSession, reason: str) -> pb.Topology:
-        roster = self._cluster.membership.roster(session.job_id)
-        return pb.Topology(
-            generation=self._cluster.membership.job_generations[session.job_id],
-            rank=roster.get(session.worker_id, 0),
-            world_size=len(roster),
-            reason=reason,
-        )
+    def _notify_topology(self, session: WorkerSession, reason: str) -> None:
+        membership = self._cluster.membership
+        roster = membership.roster(session.job_id)
+        generation = membership.job_generations[session.job_id]
+        session.notify_topology(generation, roster.get(session.worker_id, 0), len(roster), reason)

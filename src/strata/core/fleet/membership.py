@@ -17,6 +17,7 @@ Deciding that silence means failure happens here; a dropped connection is notice
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,7 +28,9 @@ from strata.core.messages import (
     DeregisterWorker,
     Event,
     Heartbeat,
+    HeartbeatsFolded,
     Instant,
+    InvalidArgument,
     JobId,
     NameInUse,
     Overloaded,
@@ -365,6 +368,20 @@ class Membership:
         checks.report(beat.report)
         self._seen(beat.worker_id, now)
         self.reports[beat.worker_id] = beat.report
+
+    def take_heartbeats(self, folded: HeartbeatsFolded, now: Instant) -> None:
+        """One that says something odd about itself is alive all the same, and does not cost the others their heartbeat."""
+        for worker_id, incarnation, report in folded.beats:
+            member = self.members.get(worker_id)
+            if member is None or member.incarnation != incarnation or member.state != "active":
+                continue
+            pulse = self.pulses[worker_id]
+            pulse.last_heartbeat_mono_s = now.mono_s
+            pulse.last_heartbeat_wall_s = now.wall_s
+            if report is not None:
+                with suppress(InvalidArgument):
+                    checks.report(report)
+                    self.reports[worker_id] = report
 
     def take_connection(self, opened: WorkerConnected, now: Instant) -> None:
         self.admit(opened.worker_id, incarnation=opened.incarnation)

@@ -8,7 +8,7 @@ Everything is frozen and plain, so that any of it can be written down, compared 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -534,11 +534,11 @@ class Heartbeat:
 
 
 class FoldedBeat(NamedTuple):
-    """One worker of a folded heartbeat. Without a report it has nothing new to say."""
+    """One worker of a folded heartbeat. Without a report it has nothing new to say; one is read when somebody looks at it."""
 
     worker_id: WorkerId
     incarnation: int
-    report: Report | None
+    report: Callable[[], Report] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

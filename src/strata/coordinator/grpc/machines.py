@@ -25,8 +25,6 @@ from strata.coordinator.grpc.waits import WAITS_PER_WORKER, Outcome, Wait
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.fleet.multiplexer import MAX_MEMBERS
 from strata.core.messages import (
-    ArriveAtBarrier,
-    ArriveTogether,
     BarrierTickets,
     HeartbeatsFolded,
     InvalidArgument,
@@ -54,6 +52,8 @@ _numbers = itertools.count(1)
 
 class MemberSession(WorkerSession):
     """A worker whose session rides on the stream of its machine."""
+
+    is_shared = True
 
     def __init__(
         self, machine: MachineSession, member: int, worker_id: WorkerId, incarnation: int, job_id: JobId
@@ -283,17 +283,17 @@ class Machines:
 
     def _arrive(self, machine: MachineSession, message: pb.Arrivals) -> None:
         request = message.barrier
-        arrivals: list[ArriveAtBarrier] = []
-        callers: list[tuple[int, bytes]] = []
-        for number, call_id in zip(message.members, message.call_ids, strict=False):
-            session = machine.members.get(number)
-            if session is not None:
-                request.worker_id, request.incarnation = session.worker_id, session.incarnation
-                request.call_id = call_id
-                arrivals.append(wire.arrive(request))
-                callers.append((number, call_id))
-        if not arrivals:
+        callers = [
+            (number, call_id)
+            for number, call_id in zip(message.members, message.call_ids, strict=False)
+            if number in machine.members
+        ]
+        if not callers:
             return
+        sessions = [(machine.members[number], call_id) for number, call_id in callers]
+        command = wire.arrive_together(
+            request, [(session.worker_id, session.incarnation, call_id) for session, call_id in sessions]
+        )
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, BarrierTickets):
@@ -303,7 +303,7 @@ class Machines:
                 self._refuse(machine, callers, reply)
 
         try:
-            self._engine.post(ArriveTogether(arrivals=tuple(arrivals)), answered)
+            self._engine.post(command, answered)
         except Unavailable as refusal:
             machine.end(str(refusal))  # The agent comes back, and they arrive again.
 

@@ -41,11 +41,16 @@ log = logging.getLogger("strata.coordinator.sessions")
 
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
+NEWS_PER_S = 20_000
+"""So many messages about topology and plans are sent on average, while many join or leave: the more there are to notify, the rarer."""
 TOPOLOGY = "topology"
 
 
 class WorkerSession:
     """One worker's stream, seen from the coordinator."""
+
+    is_shared = False
+    """Whether it rides on the stream of its machine."""
 
     def __init__(self, worker_id: WorkerId, incarnation: int, job_id: JobId) -> None:
         self.worker_id = worker_id
@@ -115,6 +120,8 @@ class Sessions:
         self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
         self._flush: asyncio.TimerHandle | None = None
         self._is_overdue = False
+        self._next_news_s = 0.0
+        """By the loop's clock: not before this."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -210,13 +217,17 @@ class Sessions:
 
     def _schedule(self) -> None:
         if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._notify)
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_at(max(loop.time() + GATHER_S, self._next_news_s), self._notify)
 
     def _notify(self) -> None:
         self._is_overdue = not self._engine.is_settled
         if self._is_overdue:
             return  # `committed` is called as soon as the rest is durable.
         self._flush = None
+        # One stream each, but for those of a machine, which share one.
+        streams = len(self.machines) + sum(1 for each in self._sessions.values() if not each.is_shared)
+        self._next_news_s = asyncio.get_running_loop().time() + streams / NEWS_PER_S
         jobs, self._changed_jobs = self._changed_jobs, {}
         plans, self._changed_plans = self._changed_plans, {}
         plan_messages: dict[JobId, list[tuple[str, pb.CoordinatorMessage]]] = {}

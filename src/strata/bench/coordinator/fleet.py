@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from strata.bench.coordinator.serving import HOST, Served
 from strata.bench.coordinator.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
 
-ROUND_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 120.0
 JOINING_AT_A_TIME = 100
 
 
@@ -72,12 +73,14 @@ class Fleet:
             self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
         gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
-        async def join(number: int) -> FleetWorker:
+        async def join(number: int) -> None:
             async with gate:
                 connection = self._connections[number % self._connection_count]
-                return await self._join(f"worker-{number:04}", connection)
+                self.workers.append(await self._join(f"worker-{number:05}", connection))
 
-        self.workers = list(await asyncio.gather(*(join(number) for number in range(self.size))))
+        async with self._beating():
+            await asyncio.gather(*(join(number) for number in range(self.size)))
+        self.workers.sort(key=lambda worker: worker.worker_id)
         await asyncio.sleep(0.5)  # News of so many joins goes round for a moment; it is not what is measured.
         return self
 
@@ -175,16 +178,42 @@ class Fleet:
         if message.HasField("topology") and message.topology.world_size == self.size:
             waiting.arrived(number)
 
+    async def lose(self, count: int) -> float:
+        """Seconds from the death of the last so many workers until each of the others has a generation without all of them."""
+        victims, self.workers = self.workers[-count:], self.workers[:-count]
+        self.size -= count
+        waiting = _Everybody(self.size)
+        for number, worker in enumerate(self.workers):
+            worker.session.on_message = partial(self._hear_topology, waiting, number)
+
+        def abort() -> None:
+            for victim in victims:
+                victim.connection.abort()
+
+        return await waiting.after(abort)
+
+    @asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        """Who has joined is not to be failed while the others do."""
+        beating = asyncio.create_task(self.beat(every_s=5.0))
+        try:
+            yield
+        finally:
+            beating.cancel()
+
     async def beat_at_1_hz(self) -> None:
-        """Until cancelled: every worker once a second, evenly spread over it, as a real fleet is."""
+        await self.beat(every_s=1.0)
+
+    async def beat(self, *, every_s: float) -> None:
+        """Until cancelled: every worker once in so many seconds, evenly spread, as a real fleet is."""
         slices = 100
         began_s, turn = time.monotonic(), 0
         while True:
             step = 1_000 + turn // slices
-            for place in range(turn % slices, self.size, slices):
+            for place in range(turn % slices, len(self.workers), slices):
                 self.workers[place].say(pb.WorkerMessage(heartbeat=heartbeat(step, worker=place)))
             turn += 1
-            await asyncio.sleep(max(0.0, began_s + turn / slices - time.monotonic()))
+            await asyncio.sleep(max(0.0, began_s + turn * every_s / slices - time.monotonic()))
 
 
 class AgentSwarm:
@@ -283,7 +312,10 @@ class MachineFleet:
             async with gate:
                 return await self._join(number, self._connections[number])
 
-        self.streams = list(await asyncio.gather(*map(join, range(self._machines))))
+        beating = asyncio.create_task(self.beat(every_s=5.0))
+        joined = await asyncio.gather(*map(join, range(self._machines)))
+        beating.cancel()
+        self.streams = list(joined)
         await asyncio.sleep(0.5)  # As for a fleet without agents.
         return self
 
@@ -317,6 +349,7 @@ class MachineFleet:
             stream.send(_message(member=rank + 1, attach=attach))
         await welcomed.after(lambda: None)
         stream.on_message = _ignore
+        self.streams.append(stream)
         return stream
 
     def beats(self, machine: int, step: int) -> bytes:
@@ -380,7 +413,7 @@ class MachineFleet:
         slices = 100
         began_s, turn = time.monotonic(), 0
         while True:
-            for machine in range(turn % slices, self._machines, slices):
+            for machine in range(turn % slices, len(self.streams), slices):
                 self.streams[machine].send(self.beats(machine, 1_000 + turn // slices))
             turn += 1
             await asyncio.sleep(max(0.0, began_s + turn * every_s / slices - time.monotonic()))

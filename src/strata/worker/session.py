@@ -48,6 +48,9 @@ log = logging.getLogger("strata.worker.session")
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
+RECONNECT_S = 0.2
+"""The longest pause after a session that was welcome: less than a coordinator waits for one whose connection dropped, so that a
+network that resets connections again and again gets nobody failed."""
 LOG_FLUSH_S = 0.2
 LAST_METRICS_S = 2.0
 """How long the last metrics may take to be answered before the goodbye."""
@@ -301,12 +304,14 @@ class SessionThread:
                     raise
                 log.debug("session cancelled by the coordinator")
             finally:
+                was_welcome = self.connected.is_set()
                 self.connected.clear()
             if time.monotonic() - started_s > 5.0:
                 backoff.worked()
             if isinstance(failure, CoordinatorUnavailable) and self._is_next(search, failure):
                 continue
-            await asyncio.sleep(backoff.pause_s() or 0.0)
+            pause_s = backoff.pause_s() or 0.0
+            await asyncio.sleep(min(pause_s, RECONNECT_S) if was_welcome else pause_s)
 
     async def _open_stream(self, registration: pb.RegisterWorkerResponse, search: Search) -> Any:
         """By way of this machine's agent where there is one that speaks for its workers; else a stream of its own."""

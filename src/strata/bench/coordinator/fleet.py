@@ -69,13 +69,18 @@ class Fleet:
         self._connections: list[Connection] = []
 
     async def __aenter__(self) -> Fleet:
-        for _ in range(self._connection_count):
+        has_one_each = self._connection_count == self.size
+        while not has_one_each and len(self._connections) < self._connection_count:
             self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
         gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
         async def join(number: int) -> None:
             async with gate:
-                connection = self._connections[number % self._connection_count]
+                if has_one_each:
+                    connection = await Connection.open(HOST, self._coordinator.grpc_port)
+                    self._connections.append(connection)
+                else:
+                    connection = self._connections[number % self._connection_count]
                 self.workers.append(await self._join(f"worker-{number:05}", connection))
 
         async with self._beating():

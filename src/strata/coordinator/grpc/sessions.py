@@ -41,8 +41,10 @@ log = logging.getLogger("strata.coordinator.sessions")
 
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
-NEWS_PER_S = 20_000
-"""So many messages about topology and plans are sent on average, while many join or leave: the more there are to notify, the rarer."""
+STREAM_NEWS_S = 1 / 20_000
+SESSION_NEWS_S = 1 / 50_000
+"""While many join or leave, the next news wait so long for each stream, and each session, that has been notified: the more there are,
+the rarer. One change after a quiet time waits for `GATHER_S` alone."""
 TOPOLOGY = "topology"
 
 
@@ -227,16 +229,23 @@ class Sessions:
         self._flush = None
         # One stream each, but for those of a machine, which share one.
         streams = len(self.machines) + sum(1 for each in self._sessions.values() if not each.is_shared)
-        self._next_news_s = asyncio.get_running_loop().time() + streams / NEWS_PER_S
+        pause_s = streams * STREAM_NEWS_S + len(self._sessions) * SESSION_NEWS_S
+        self._next_news_s = asyncio.get_running_loop().time() + pause_s
         jobs, self._changed_jobs = self._changed_jobs, {}
         plans, self._changed_plans = self._changed_plans, {}
         plan_messages: dict[JobId, list[tuple[str, pb.CoordinatorMessage]]] = {}
         for (job, dataset), plan in plans.items():
             news = (f"plan of {dataset}", pb.CoordinatorMessage(plan=plan))
             plan_messages.setdefault(job, []).append(news)
+        membership = self._cluster.membership
+        changed = {
+            job: (membership.roster(job), membership.job_generations.get(job, 0), reason)
+            for job, reason in jobs.items()
+        }
         for session in list(self._sessions.values()):
-            if session.job_id in jobs:
-                self._notify_topology(session, jobs[session.job_id])
+            if session.job_id in changed:
+                roster, generation, reason = changed[session.job_id]
+                session.notify_topology(generation, roster.get(session.worker_id, 0), len(roster), reason)
             for about, message in plan_messages.get(session.job_id, ()):
                 session.notify(about, message)
 

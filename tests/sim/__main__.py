@@ -17,16 +17,20 @@ def main() -> None:
     parser.add_argument(
         "--job", action="store_true", help="an elastic job instead of a coordinator and its fleet"
     )
+    parser.add_argument(
+        "--machines", action="store_true", help="with agents that speak for the workers of their machines"
+    )
     parser.add_argument("--story", action="store_true", help="print everything that happened")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
     if arguments.job:
         run_jobs(seeds, story=arguments.story)
         return
+    from tests.sim.machines import MachineScenario
     from tests.sim.scenario import Scenario
 
     for seed in seeds:
-        scenario = Scenario(seed)
+        scenario = MachineScenario(seed) if arguments.machines else Scenario(seed)
         try:
             result = scenario.run()
         finally:

@@ -35,6 +35,7 @@ from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     ClockResumed,
     Command,
     DeregisterWorker,
@@ -114,7 +115,7 @@ def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
             return "decide"  # At most once for each of what there is: there is an end to them.
-        case ArriveAtBarrier():
+        case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
             return "refuse"

@@ -28,12 +28,12 @@ STORY_LINES = 80
 class SimulationFailed(AssertionError):
     """Carries what is needed to see it again."""
 
-    def __init__(self, world: World, error: Exception) -> None:
+    def __init__(self, world: World, error: Exception, *, kind: str = "") -> None:
         self.seed = world.seed
         story = "\n".join(world.story[-STORY_LINES:])
         super().__init__(
             f"seed {world.seed}: {error}\n\nThe story, up to there:\n{story}\n\n"
-            f"See all of it with: python -m tests.sim --seed {world.seed} --story"
+            f"See all of it with: python -m tests.sim --seed {world.seed} --story {kind}".rstrip()
         )
 
 

@@ -67,6 +67,7 @@ LIMIT_S = 120.0
 OPERATIONS = 8
 """That each client must get done after the faults."""
 PART_BYTES = 300
+SNAPSHOT_CHANCE = 0.1
 Reply = Callable[[Any], None]
 
 
@@ -108,10 +109,8 @@ class Store:
         self.snapshot: Snapshot | None = None
         self.watchers: list[Callable[[Record | None, Leader | None, int], None]] = []
 
-    def campaign(self, me: Leader, lease: int) -> tuple[Leader | None, bool, int]:
-        """Who leads, whether that is this one with this lease, and the revision."""
-        if self.leader is not None and self.leader.name == me.name and self._lease != lease:
-            self._remove_leader()  # An earlier campaign, whose answer was lost: its lease is revoked.
+    def campaign(self, me: Leader, lease: int) -> tuple[Leader | None, int, int]:
+        """Who leads, with which lease, and the revision."""
         if self.leader is None:
             self.revision += 1
             self.leader, self._lease = replace(me, term=self.revision), lease
@@ -119,7 +118,7 @@ class Store:
             self.world.tell(f"{me.name} is elected, term {self.revision}")
             self._watch_expiry(lease)
             self._changed(None)
-        return self.leader, self.leader.name == me.name, self.revision
+        return self.leader, self._lease, self.revision
 
     def renew(self, lease: int) -> bool:
         if lease in self._expires_s:
@@ -153,14 +152,20 @@ class Store:
 
     def take_snapshot(self, term: int, snapshot: Snapshot, *, before: int) -> bool:
         """`before`: where the one is that this takes the place of. One that is late takes no place any more."""
-        if not self.is_led(term) or not self.is_next(before):
+        if not self.may_snapshot(term, before):
             return False
+        known = self.snapshot.position if self.snapshot is not None else 0
+        must(self.is_led(term), f"a snapshot of term {term} counts in another")
+        must(
+            snapshot.position >= known,
+            f"the snapshot at {snapshot.position} takes the place of the one at {known}",
+        )
         self.snapshot = snapshot
         self.log = {position: record for position, record in self.log.items() if position > before}
         return True
 
-    def is_next(self, before: int) -> bool:
-        return before == (self.snapshot.position if self.snapshot is not None else 0)
+    def may_snapshot(self, term: int, before: int) -> bool:
+        return self.is_led(term) and before == (self.snapshot.position if self.snapshot is not None else 0)
 
     def read(self, after: int) -> tuple[Snapshot | None, list[Record], int]:
         """What follows a position, with the snapshot where that is not all there any more."""
@@ -493,14 +498,19 @@ class SimLeader:
         sent_s = self.now_s()
         self._campaigned_s = sent_s
 
-        def answered(found: tuple[Leader | None, bool, int]) -> None:
-            leader, won, revision = found
+        def answered(found: tuple[Leader | None, int, int]) -> None:
+            leader, its_lease, revision = found
+            won = its_lease == lease
             if self._campaigned_s != sent_s:
-                if won:
+                if won and lease != self._lease:
                     self.links.ask(self.name, lambda: self.store.revoke(lease), lambda _: None)
                 return
             self._campaigned_s = 0.0
-            if won and leader is not None:
+            if leader is not None and leader.name == self._me.name and not won:
+                # An earlier campaign, whose answer was lost.
+                self.links.ask(self.name, lambda: self.store.revoke(its_lease), lambda _: None)
+                self.leadership.not_won(None, revision=0, now_s=self.now_s())
+            elif won and leader is not None:
                 self._lease = lease
                 self.leadership.won(leader, sent_s=sent_s)
                 self._take_over()
@@ -609,7 +619,13 @@ class SimLeader:
     def _answer_unwritten(
         self, answers: list[Callable[[], None]], refusals: list[Callable[[], None]]
     ) -> None:
-        for action in answers if self.is_confirmed() else refusals:
+        confirmed = self.is_confirmed()
+        if confirmed and self.store.is_up:
+            must(
+                self.store.is_led(self.leadership.term),
+                f"{self.name} answers without writing, and does not lead",
+            )
+        for action in answers if confirmed else refusals:
             action()
         if self._queue:
             self._process()
@@ -651,7 +667,7 @@ class SimLeader:
         answers, self._answers = self._answers, []
         for answer in answers:
             answer()
-        if self.world.chance(0.05):
+        if self.world.chance(SNAPSHOT_CHANCE):
             self._take_snapshot()
         if self._queue:
             self._after(0.0, self._process)

@@ -39,7 +39,7 @@ class Program:
 
 
 PROGRAMS = (
-    Program("etcd", "debian", "etcd-server", "tests of rendezvous through etcd"),
+    Program("etcd", "debian", "etcd-server", "tests of rendezvous and journals in etcd"),
     Program("etcdctl", "debian", "etcd-client", "tests of what rendezvous leaves in etcd"),
     Program("strace", "debian", "strace", "tests that make system calls fail"),
     Program("chromium", "debian", "chromium", "tests and benchmarks of the dashboard in a browser"),

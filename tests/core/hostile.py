@@ -21,6 +21,7 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     ExitCause,
     FileSpan,
     JobId,
@@ -288,6 +289,7 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         seconds=seconds,
         reason=texts,
     ),
+    EndHang: built(EndHang, job_id=names.map(JobId), step=counts),
     ReportSlow: built(
         ReportSlow, job_id=names.map(JobId), worker_id=workers, slow=st.booleans(), reason=texts
     ),

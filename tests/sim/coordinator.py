@@ -7,10 +7,11 @@ engine's rule says which commands are decided, wait or are refused, and a commit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from strata.coordinator.engine import when_full
@@ -68,9 +69,15 @@ class Disk:
     def append(self, events: Iterable[Event]) -> None:
         self._tail += [(codec.kind_of(event), codec.encode(event)) for event in events]
 
-    def snapshot(self, events: Iterable[Event]) -> None:
+    @property
+    def position(self) -> int:
+        """How many events came after the snapshot."""
+        return len(self._tail)
+
+    def snapshot(self, events: Iterable[Event], *, position: int) -> None:
+        """In place of all that came up to then."""
         self._snapshot = [(codec.kind_of(event), codec.encode(event)) for event in events]
-        self._tail = []
+        self._tail = self._tail[position:]
 
     def load(self) -> list[Event]:
         return [codec.decode(kind, body) for kind, body in (*self._snapshot, *self._tail)]
@@ -92,6 +99,8 @@ class SimCoordinator:
         self._unwritten: list[Event] | None = None
         self._is_full = self._has_reserve = False
         self._for_space: list[Request] = []
+        self._drawing: tuple[Iterator[Event], list[Event], int] | None = None
+        """A snapshot under way: what is still to be drawn, what was, and after how many events it was begun."""
         self.start()
 
     # --- up and down ----------------------------------------------------------------------------------------
@@ -124,7 +133,7 @@ class SimCoordinator:
             else f"; its last commit {'reached' if written else 'missed'} the disk"
         )
         self.world.tell(f"coordinator crashes{fate}")
-        self.cluster, self._unwritten = None, None
+        self.cluster, self._unwritten, self._drawing = None, None, None
         self._queue.clear()
         self._for_space.clear()
         self._waiting.clear()
@@ -261,13 +270,28 @@ class SimCoordinator:
         self._disk.append(self._unwritten)
         for event in self._unwritten:
             self.world.tell(f"durable: {type(event).__name__} {_brief(event)}")
-        if not self._is_full and self.world.chance(SNAPSHOT_CHANCE):
-            self._disk.snapshot(self.cluster.compact())
-            self.world.tell("snapshot")
+        self._compact(self.cluster)
         self._unwritten = None
         self._answer(answers)
         if self._queue:
             self._later(0.0, self._process)
+
+    def _compact(self, cluster: Cluster) -> None:
+        """A snapshot is of one moment, and drawn over several commits."""
+        if self._drawing is None:
+            if self._is_full or not self.world.chance(SNAPSHOT_CHANCE):
+                return
+            self._drawing = cluster.compaction(), [], self._disk.position
+            self.world.tell("a snapshot is begun")
+        drawing, drawn, position = self._drawing
+        drawn += islice(drawing, self.world.random.randrange(1, 15))
+        rest = next(drawing, None)
+        if rest is not None:
+            drawn.append(rest)
+            return
+        self._disk.snapshot(drawn, position=position)
+        self._drawing = None
+        self.world.tell("snapshot")
 
     def _commit_failed(self, answers: list[Callable[[], None]]) -> None:
         self._later(self.world.between(0.0005, 0.02), lambda: self._committed(answers))

@@ -20,7 +20,18 @@ from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
 from strata.cli.launching import demo, slurm, tasks, torchrun, validate
-from strata.cli.operating import access, backup, certs, drain, links, notify, quarantine, replay, serve
+from strata.cli.operating import (
+    access,
+    backup,
+    certs,
+    drain,
+    journal,
+    links,
+    notify,
+    quarantine,
+    replay,
+    serve,
+)
 from strata.cli.watching import cost, listings, logs, metrics, why
 from strata.errors import StrataError
 
@@ -81,6 +92,7 @@ app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
 app.add_typer(mixture.app)
+app.add_typer(journal.app)
 app.add_typer(notify.app)
 app.add_typer(quarantine.app)
 app.add_typer(access.app)

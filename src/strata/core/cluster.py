@@ -14,9 +14,10 @@ Pure: no clock, no threads, no I/O. Time arrives as `Instant`. One caller at a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 from strata.core import checks
@@ -60,6 +61,7 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     Event,
     HandoverRecorded,
     Heartbeat,
@@ -252,6 +254,9 @@ class Cluster:
                 spec_of = known.spec if known is not None else None
                 _each(fact, self.incidents.decide_slow(command, spec_of, now))
                 return Accepted(reason=command.reason)
+            case EndHang():
+                _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
+                return Accepted(reason=f"step {command.step:,} was made")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)
@@ -526,6 +531,11 @@ class Cluster:
 
     def compact(self) -> list[Event]:
         """A short history that leads to this state: what a snapshot holds."""
+        return list(self.compaction())
+
+    def compaction(self) -> Iterator[Event]:
+        """The same, to be drawn little by little while the state goes on: what it was is held from now, which costs little,
+        because what the parts hold is replaced and never changed."""
         counters = CountersRestored(
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
@@ -538,20 +548,20 @@ class Cluster:
             reason="compacted history",
             at_s=0.0,
         )
-        return [
-            *self.membership.compact(),
-            *self.datasets.compact(),
-            *self.barriers.compact(),
-            *self.checkpoints.compact(),
-            *self.tasks.compact(),
-            *self.recoveries.compact(),
-            *self.incidents.compact(),
-            *self.quarantine.compact(),
-            *self.drains.compact(),
-            *self.health.compact(),
-            *self.values.compact(),
-            counters,
-        ]
+        return chain(
+            self.membership.compact(),
+            self.datasets.compact(),
+            self.barriers.compact(),
+            self.checkpoints.compact(),
+            self.tasks.compact(),
+            self.recoveries.compact(),
+            self.incidents.compact(),
+            self.quarantine.compact(),
+            self.drains.compact(),
+            self.health.compact(),
+            self.values.compact(),
+            (counters,),
+        )
 
 
 def _each(fact: Callable[[Event], None], events: Iterable[Event]) -> None:

@@ -116,6 +116,7 @@ __all__ = [
     "DeregisterWorker",
     "DrainHost",
     "EndAttempt",
+    "EndHang",
     "Event",
     "ExitCause",
     "FileSpan",
@@ -357,14 +358,15 @@ class ReportRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFailure:
-    """How workers of one machine ended, and what its agent does about it."""
+    """How workers of one machine ended, and what its agent does about it; or that a worker hangs, said by itself."""
 
     failures: tuple[Failure, ...]
     launch: str
     """The rendezvous id under which they were launched."""
     job_id: JobId | None
     """Whose they are; None: of the job that has registered them, else the launch's."""
-    decision: Literal["restart", "stop"]
+    decision: Literal["restart", "stop", "continue"]
+    """To continue is what becomes of workers that hang and that nobody ends."""
     reason: str
     quarantine: bool = False
     """The policy of the run takes the machine out of use, if it was a device of it that failed."""
@@ -448,6 +450,14 @@ class ReportSlow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndHang:
+    """A job whose workers hung makes steps again."""
+
+    job_id: JobId
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapValue:
     """Compare-and-swap; `expected_version` 0 expects no value. What is `soft` is not journaled: a restart forgets it."""
 
@@ -496,6 +506,7 @@ Command = (
     | ReportRecovery
     | ReportFailure
     | ReportSlow
+    | EndHang
     | QuarantineHost
     | ClearHost
     | DrainHost

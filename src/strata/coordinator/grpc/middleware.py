@@ -19,6 +19,7 @@ from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper, parse_sub
 from strata.coordinator.auth.peers import Address, parse_grpc_peer
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import InternalError, StorageFull, Unavailable
+from strata.coordinator.leadership import Standby
 from strata.core.messages import Conflict, InvalidArgument, Overloaded, Refused, Stale, Unknown
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
@@ -51,6 +52,10 @@ async def refuse(context: Context, error: StrataError) -> NoReturn:
         ("strata-code", error.code),
         ("strata-hint-bin", error.hint.encode()),
     )
+    if isinstance(error, Standby):
+        trailers += (("strata-role", "standby"),)
+        if error.leader is not None:
+            trailers += (("strata-leader", error.leader.grpc),)
     if isinstance(error, Refused) and error.cause:
         trailers += (("strata-cause", error.cause),)
     await context.abort(status, str(error), trailers)

@@ -266,8 +266,8 @@ class Barriers:
             if self._calls.get(call) is oldest:
                 del self._calls[call]
 
-    def compact(self) -> list[Event]:
-        return list(self.ended.values())
+    def compact(self) -> Iterator[Event]:
+        return iter(list(self.ended.values()))
 
 
 def _calls_of(key: BarrierKey, outcome: BarrierOutcome) -> Iterator[tuple[BarrierKey, WorkerId, str]]:

@@ -16,7 +16,7 @@ Deciding that silence means failure happens here; a dropped connection is notice
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -405,36 +405,36 @@ class Membership:
 
     # --- compaction -----------------------------------------------------------------------------------------
 
-    def compact(self) -> list[Event]:
+    def compact(self) -> Iterator[Event]:
         """A shorter history that leads to this state, but for the counters."""
-        events: list[Event] = []
-        for member in self.members.values():
-            joined = WorkerJoined(
-                spec=member.spec,
-                registration_id=member.registration_id,
-                incarnation=member.seat,
+        return _history(list(self.members.values()))
+
+
+def _history(members: Sequence[Member]) -> Iterator[Event]:
+    for member in members:
+        joined = WorkerJoined(
+            spec=member.spec,
+            registration_id=member.registration_id,
+            incarnation=member.seat,
+            generation=member.generation,
+            superseded=0,
+            reason=member.reason,
+            at_s=member.joined_at_s,
+            former=member.former,
+            origin=member.origin,
+        )
+        yield joined
+        if member.incarnation != member.seat:  # It came back in place: same seat, newer incarnation.
+            yield replace(joined, incarnation=member.incarnation, superseded=member.seat)
+        if not member.present:
+            yield WorkerFailed(
+                worker_id=member.spec.worker_id,
+                job_id=member.spec.job_id,
+                incarnation=member.incarnation,
                 generation=member.generation,
-                superseded=0,
                 reason=member.reason,
-                at_s=member.joined_at_s,
-                former=member.former,
-                origin=member.origin,
+                at_s=member.changed_at_s,
             )
-            events.append(joined)
-            if member.incarnation != member.seat:  # It came back in place: same seat, newer incarnation.
-                events.append(replace(joined, incarnation=member.incarnation, superseded=member.seat))
-            if not member.present:
-                events.append(
-                    WorkerFailed(
-                        worker_id=member.spec.worker_id,
-                        job_id=member.spec.job_id,
-                        incarnation=member.incarnation,
-                        generation=member.generation,
-                        reason=member.reason,
-                        at_s=member.changed_at_s,
-                    )
-                )
-        return events
 
 
 def _must_be_new(command: RegisterWorker, known: Member) -> None:

@@ -188,9 +188,9 @@ class Values:
                 self.version += 1
                 self.durable[key] = replace(value, version=self.version)
 
-    def compact(self) -> list[Event]:
+    def compact(self) -> Iterator[Event]:
         by_age = sorted(self.durable.items(), key=lambda item: item[1].version)
-        return [
+        return (
             ValueSwapped(key=key, body=v.body, version=v.version, reason="compacted history", at_s=v.at_s)
             for key, v in by_age
-        ]
+        )

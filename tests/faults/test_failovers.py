@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def fail_over(pair: Pair, count: int) -> list[float]:
             waited_s.append(time.monotonic() - at_s)
             heal()
             other = pair.other(leader)
-            eventually(lambda one=other: pair.is_led_by(one), within_s=SLOW_MACHINE_S)
+            eventually(partial(pair.is_led_by, other), within_s=SLOW_MACHINE_S)
         clients.wait_answered(CALM, within_s=2 * SLOW_MACHINE_S)
     assert clients.errors == []
     assert clients.violations() == []

@@ -32,7 +32,8 @@ from urllib.parse import quote
 
 import strata
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal.sqlite import JOURNAL_NAME, JournalError, SqliteJournal, open_privately
+from strata.coordinator.journal.protocol import JournalError
+from strata.coordinator.journal.sqlite import JOURNAL_NAME, SqliteJournal, open_privately
 from strata.core.cluster import Cluster
 from strata.core.events import CountersRestored
 from strata.errors import StrataError
@@ -198,7 +199,8 @@ def _decode(data: bytes, backup: Path) -> Backup:
         found = json.loads(data)
         if found["format"] != FORMAT:
             raise BackupError(
-                f"The backup {backup} has format {found['format']}; this version of Strata reads format {FORMAT}.",
+                f"The backup {backup} has format {found['format']}; this is Strata {strata.__version__}, which reads format "
+                f"{FORMAT}.",
                 hint=f"Use Strata {found.get('version', 'of the version that wrote it')}.",
             )
         files = [

@@ -19,19 +19,28 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from itertools import islice
+from typing import Literal, Protocol, TypeVar
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.space import Space, megabytes
-from strata.coordinator.journal.sqlite import Journal, JournalError, JournalFull
+from strata.coordinator.journal.compaction import (
+    CompactsInPieces,
+    JournalSizes,
+    MeasuresItself,
+    SnapshotInPieces,
+)
+from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
+from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     ClockResumed,
     Command,
     DeregisterWorker,
@@ -60,6 +69,13 @@ SNAPSHOT_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """A batch ends with the command that brings it to this: a full disk must be noticed before it is written."""
 LOOK_S = 1.0
+EPOCH = Instant(mono_s=0.0, wall_s=0.0)
+"""When the past was, for the state: how long it took is unknown to the monotonic clock."""
+PIECE_S = 0.001
+"""How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
+PIECE_EVENTS = 500
+PIECE_REST = 3.0
+"""Everything else has so many times as long before the next piece."""
 
 
 class Clock(Protocol):
@@ -88,7 +104,7 @@ class StorageFull(Unavailable):
 
     code = "storage_full"
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: JournalSpace) -> None:
         super().__init__(
             f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
             f"{megabytes(space.low_bytes)}.",
@@ -104,7 +120,7 @@ def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
             return "decide"  # At most once for each of what there is: there is an end to them.
-        case ArriveAtBarrier():
+        case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
             return "refuse"
@@ -128,6 +144,20 @@ class Posted:
     """Whose budget it is charged to; the coordinator's own commands are charged to none."""
 
 
+def draw(history: Iterator[Event], *, within_s: float) -> list[Event]:
+    """The next piece of it; at least one event, where there is one."""
+    end_s = time.perf_counter() + within_s
+    piece: list[Event] = []
+    for event in islice(history, PIECE_EVENTS):
+        piece.append(event)
+        if time.perf_counter() >= end_s:
+            break
+    return piece
+
+
+_T = TypeVar("_T")
+
+
 class Engine:
     def __init__(self, cluster: Cluster, journal: Journal, clock: Clock) -> None:
         self.cluster = cluster
@@ -135,6 +165,11 @@ class Engine:
         self.listeners: list[Listener] = []
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
+        self.require_leading: Callable[[], None] = lambda: None
+        """Raises what commands are refused with while another coordinator leads."""
+        self.confirmed: Callable[[], Awaitable[None]] | None = None
+        """Among several coordinators: returns when nobody else can have led up to now, or raises what to answer instead. What is answered
+        without being written (refusals, swaps that were too late) rests on it."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -159,14 +194,33 @@ class Engine:
         self._at_disk_s = 0.0
         """Of the time since the last tick."""
         self._stopping = False
+        self._compaction: asyncio.Task[None] | None = None
+        self.compactions_total = 0
 
-    def replay(self) -> int:
-        """Rebuild the state from the journal. Returns how many events there were."""
+    def replay(self, *, leads: bool = True) -> int:
+        """Rebuild the state from the journal. Returns how many events there were. One that does not lead calls `resume` when it does."""
+        count = self._apply_history(self._journal.load())
+        if leads:
+            self.resume()
+        return count
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Take in what another coordinator, which leads, has made durable."""
+        self._apply_history(events)
+        self.revision += 1
+        self.on_events(len(events))
+        for listener in self.listeners:
+            listener(events)
+
+    def resume(self) -> None:
+        """From here on time counts: everybody has as long as ever to be heard of."""
+        self.observe(ClockResumed())
+
+    def _apply_history(self, events: Iterable[Event]) -> int:
         count = size_bytes = 0
-        epoch = Instant(mono_s=0.0, wall_s=0.0)
-        for event in self._journal.load():
+        for event in events:
             try:
-                self.cluster.apply(event, epoch)
+                self.cluster.apply(event, EPOCH)
             except (
                 LookupError,
                 ValueError,
@@ -181,9 +235,8 @@ class Engine:
                 ) from error
             count += 1
             size_bytes += codec.size_bytes(event)
-        self.observe(ClockResumed())
-        self._since_snapshot = count
-        self._since_snapshot_bytes = size_bytes
+        self._since_snapshot += count
+        self._since_snapshot_bytes += size_bytes
         return count
 
     def observe(self, observation: Observation) -> None:
@@ -192,6 +245,7 @@ class Engine:
 
     def post(self, command: Command, answered: OnReply, *, client: str = "") -> None:
         """Take a command in, without waiting for its answer."""
+        self.require_leading()
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
@@ -218,6 +272,10 @@ class Engine:
         return await future
 
     @property
+    def journal_sizes(self) -> JournalSizes | None:
+        return self._journal.sizes() if isinstance(self._journal, MeasuresItself) else None
+
+    @property
     def is_settled(self) -> bool:
         """Whether all of the state is durable now. If not, listeners are notified as soon as it is."""
         return self._settled.is_set()
@@ -230,6 +288,13 @@ class Engine:
 
     async def run(self) -> None:
         """Runs until `stop`; raises `JournalError` when the history can no longer be written."""
+        try:
+            await self._run()
+        finally:
+            if self._compaction is not None:  # The journal has failed: nothing more is written to it.
+                self._compaction.cancel()
+
+    async def _run(self) -> None:
         next_tick_s = 0.0
         while not (self._stopping and not self._queue):
             try:
@@ -253,7 +318,9 @@ class Engine:
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)
+            await self._end_compaction(wait=False)
         self._waiting.clear()  # They arrive again where the coordinator is started again.
+        await self._end_compaction(wait=True)
         if self._since_snapshot:
             await self._snapshot()
 
@@ -326,6 +393,11 @@ class Engine:
         events.extend(own)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
+        if answers and not hard and self.confirmed is not None:
+            try:
+                await self.confirmed()
+            except StrataError as error:
+                answers = [(answered, error) for answered, _ in answers]
         if events:
             self.revision += 1
             self.on_events(len(events))
@@ -358,11 +430,58 @@ class Engine:
             most_bytes = max(SNAPSHOT_BYTES, self._snapshot_bytes)
             is_due = self._since_snapshot >= SNAPSHOT_EVERY or self._since_snapshot_bytes >= most_bytes
             if is_due and not self.space.is_full:
-                await self._snapshot()
+                await self._start_compaction()
+        except Deposed:
+            raise
         except JournalError:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise
         self._settled.set()
+
+    async def _start_compaction(self) -> None:
+        """The state of now becomes the snapshot, in the background; where the journal takes it in pieces, no commit waits for more
+        than one of them."""
+        if not isinstance(self._journal, CompactsInPieces):
+            await self._snapshot()
+        elif self._compaction is None:
+            begun = asyncio.get_running_loop().run_in_executor(self._disk, self._journal.begin_snapshot)
+            self._compaction = asyncio.create_task(self._compact(self.cluster.compaction(), await begun))
+            self._since_snapshot = self._since_snapshot_bytes = 0
+
+    async def _compact(self, history: Iterator[Event], snapshot: SnapshotInPieces) -> None:
+        """Between pieces everything else has its turn, for several times as long as a piece has taken here."""
+        started_s = time.monotonic()
+        size_bytes = 0
+        try:
+            while piece := draw(history, within_s=PIECE_S):
+                drawn_s = time.monotonic()
+                size_bytes += await self._beside(snapshot.add, piece)
+                await self._rest(time.monotonic() - drawn_s + PIECE_S)
+            await self._beside(snapshot.commit)
+        except JournalFull as error:
+            log.warning("%s Nothing is lost: it holds every event.", error)
+        else:
+            self._snapshot_bytes = size_bytes
+        with suppress(JournalFull):
+            more = True
+            while more:
+                more = await self._beside(snapshot.clean)
+                await self._rest(PIECE_S)
+        self.compactions_total += 1
+        log.debug("compacted to %d bytes in %.1f s", size_bytes, time.monotonic() - started_s)
+
+    async def _rest(self, worked_s: float) -> None:
+        await asyncio.sleep(0.0 if self._stopping else PIECE_REST * worked_s)
+
+    async def _end_compaction(self, *, wait: bool) -> None:
+        """Raises what it has failed with, when it has ended."""
+        if self._compaction is not None and (wait or self._compaction.done()):
+            compaction, self._compaction = self._compaction, None
+            await compaction
+
+    async def _beside(self, work: Callable[..., _T], *arguments: object) -> _T:
+        """In the journal's thread, between commits, while nobody waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
     async def _snapshot(self) -> None:
         history = self.cluster.compact()

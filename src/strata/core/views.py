@@ -241,6 +241,14 @@ class StatusView:
     jobs: dict[str, int]
     """The generation of every job: how often its members have changed."""
     storage: StorageView | None = None
+    role: Literal["leader", "standby"] = "leader"
+    """Of several coordinators one leads, and the others follow it."""
+    led_by: str = ""
+    """Where workers reach the leader; empty where nobody leads at the moment."""
+    position: int = 0
+    """How far the shared journal is applied here, in records; 0 where a coordinator is alone."""
+    behind: int = 0
+    """How many records more a standby knows to exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,6 +438,24 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
         run_id=record.run_id,
         generation=record.generation,
     )
+
+
+def objects(cluster: Cluster) -> dict[str, int]:
+    """How many the state has of each kind: what retention bounds."""
+    return {
+        "workers": len(cluster.membership.members),
+        "jobs": len(cluster.membership.job_generations),
+        "datasets": len(cluster.datasets.specs),
+        "plans": len(cluster.datasets.plans),
+        "open_barriers": len(cluster.barriers.open),
+        "barriers": len(cluster.barriers.ended),
+        "checkpoints": len(cluster.checkpoints.records),
+        "tasks": len(cluster.tasks.tasks),
+        "recoveries": len(cluster.recoveries.records),
+        "incidents": len(cluster.incidents.records),
+        "values": len(cluster.values.durable),
+        "hosts": len(cluster.quarantine.hosts) + len(cluster.drains.hosts) + len(cluster.health.hosts),
+    }
 
 
 SNAPSHOT_STEP, PEER_STEP = "snapshot_step", "peer_step"

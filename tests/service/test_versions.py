@@ -24,6 +24,7 @@ from strata.rpc.methods import EARLIER_METHODS, EARLIER_NAME, NAME, SERVICE
 from tests.service.clients import channel, refusal
 from tests.service.quiet import state
 from tests.support import Coordinator
+from tests.support_programs import program
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTOR_OF_0_1 = ROOT / "tests/testdata/0.1/coordinator.desc"
@@ -221,7 +222,9 @@ def test_agents_work_with_a_coordinator_that_speaks_only_the_version_before(shar
 @pytest.fixture(scope="module")
 def sources_of_0_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", LAST_COMMIT_OF_0_1, "src"], capture_output=True, check=False
+        [program("git"), "-C", str(ROOT), "archive", LAST_COMMIT_OF_0_1, "src"],
+        capture_output=True,
+        check=False,
     )
     if archive.returncode:
         pytest.skip("this checkout has no history back to version 0.1")

@@ -21,6 +21,9 @@ def main() -> None:
     parser.add_argument(
         "--leadership", action="store_true", help="several coordinators over one store instead"
     )
+    parser.add_argument(
+        "--machines", action="store_true", help="with agents that speak for the workers of their machines"
+    )
     parser.add_argument("--story", action="store_true", help="print everything that happened")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
@@ -30,10 +33,11 @@ def main() -> None:
     if arguments.leadership:
         run_leadership(seeds, story=arguments.story)
         return
+    from tests.sim.machines import MachineScenario
     from tests.sim.scenario import Scenario
 
     for seed in seeds:
-        scenario = Scenario(seed)
+        scenario = MachineScenario(seed) if arguments.machines else Scenario(seed)
         try:
             result = scenario.run()
         finally:

@@ -7,10 +7,11 @@ engine's rule says which commands are decided, wait or are refused, and a commit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from strata.coordinator.engine import when_full
@@ -19,9 +20,11 @@ from strata.core.cluster import Cluster, Limits
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierBroken,
     BarrierReleased,
     BarrierTicket,
+    BarrierTickets,
     ClockResumed,
     Command,
     Event,
@@ -56,6 +59,8 @@ class Request:
     worker: str
     what: Command | Query
     answer: Callable[[Any], None]
+    each: Callable[[ArriveAtBarrier, Any], None] | None = None
+    """Of arrivals that came together, on a stream that keeps its order: the answer to each, as soon as there is one."""
 
 
 class Disk:
@@ -68,9 +73,15 @@ class Disk:
     def append(self, events: Iterable[Event]) -> None:
         self._tail += [(codec.kind_of(event), codec.encode(event)) for event in events]
 
-    def snapshot(self, events: Iterable[Event]) -> None:
+    @property
+    def position(self) -> int:
+        """How many events came after the snapshot."""
+        return len(self._tail)
+
+    def snapshot(self, events: Iterable[Event], *, position: int) -> None:
+        """In place of all that came up to then."""
         self._snapshot = [(codec.kind_of(event), codec.encode(event)) for event in events]
-        self._tail = []
+        self._tail = self._tail[position:]
 
     def load(self) -> list[Event]:
         return [codec.decode(kind, body) for kind, body in (*self._snapshot, *self._tail)]
@@ -92,6 +103,8 @@ class SimCoordinator:
         self._unwritten: list[Event] | None = None
         self._is_full = self._has_reserve = False
         self._for_space: list[Request] = []
+        self._drawing: tuple[Iterator[Event], list[Event], int] | None = None
+        """A snapshot under way: what is still to be drawn, what was, and after how many events it was begun."""
         self.start()
 
     # --- up and down ----------------------------------------------------------------------------------------
@@ -124,7 +137,7 @@ class SimCoordinator:
             else f"; its last commit {'reached' if written else 'missed'} the disk"
         )
         self.world.tell(f"coordinator crashes{fate}")
-        self.cluster, self._unwritten = None, None
+        self.cluster, self._unwritten, self._drawing = None, None, None
         self._queue.clear()
         self._for_space.clear()
         self._waiting.clear()
@@ -146,6 +159,10 @@ class SimCoordinator:
         for event in self._disk.load():
             cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
         return cluster
+
+    @property
+    def boot(self) -> int:
+        return self._boot
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         """An action of this boot: it dies with it."""
@@ -229,8 +246,12 @@ class SimCoordinator:
             self.oracle.refused(command, refusal)
             answers.append(partial(self._reply, request, refusal))
             return []
-        self.oracle.decided(command, decision.events)
         reply = decision.reply
+        if isinstance(command, ArriveTogether):
+            assert isinstance(reply, BarrierTickets)
+            answers += self._tickets(request, command, reply, decision.events)
+            return list(decision.events)
+        self.oracle.decided(command, decision.events)
         if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
             self.oracle.reconciled(self.cluster, command)
         if isinstance(command, ReportRecovery):
@@ -240,6 +261,25 @@ class SimCoordinator:
         else:
             answers.append(partial(self._reply, request, reply))
         return list(decision.events)
+
+    def _tickets(
+        self, request: Request, command: ArriveTogether, reply: BarrierTickets, events: Sequence[Event]
+    ) -> list[Callable[[], None]]:
+        assert request.each is not None
+        answers: list[Callable[[], None]] = []
+        accepted = []
+        for arrival, ticket in zip(command.arrivals, reply.tickets, strict=True):
+            alone = Request(
+                worker=request.worker, what=arrival, answer=partial(request.each, arrival), each=request.each
+            )
+            if isinstance(ticket, Refused):
+                self.oracle.refused(arrival, ticket)
+                answers.append(partial(self._reply, alone, ticket))
+            else:
+                accepted.append(arrival)
+                answers.append(partial(self._wait, alone, ticket))
+        self.oracle.decided_together(accepted, events)
+        return answers
 
     def _apply(self, cluster: Cluster, command: Command, now: Instant) -> list[Event]:
         decision = cluster.handle(command, now)
@@ -261,13 +301,28 @@ class SimCoordinator:
         self._disk.append(self._unwritten)
         for event in self._unwritten:
             self.world.tell(f"durable: {type(event).__name__} {_brief(event)}")
-        if not self._is_full and self.world.chance(SNAPSHOT_CHANCE):
-            self._disk.snapshot(self.cluster.compact())
-            self.world.tell("snapshot")
+        self._compact(self.cluster)
         self._unwritten = None
         self._answer(answers)
         if self._queue:
             self._later(0.0, self._process)
+
+    def _compact(self, cluster: Cluster) -> None:
+        """A snapshot is of one moment, and drawn over several commits."""
+        if self._drawing is None:
+            if self._is_full or not self.world.chance(SNAPSHOT_CHANCE):
+                return
+            self._drawing = cluster.compaction(), [], self._disk.position
+            self.world.tell("a snapshot is begun")
+        drawing, drawn, position = self._drawing
+        drawn += islice(drawing, self.world.random.randrange(1, 15))
+        rest = next(drawing, None)
+        if rest is not None:
+            drawn.append(rest)
+            return
+        self._disk.snapshot(drawn, position=position)
+        self._drawing = None
+        self.world.tell("snapshot")
 
     def _commit_failed(self, answers: list[Callable[[], None]]) -> None:
         self._later(self.world.between(0.0005, 0.02), lambda: self._committed(answers))
@@ -312,6 +367,9 @@ class SimCoordinator:
     def _reply(self, request: Request, answer: object) -> None:
         if not isinstance(answer, Refused) and not callable(request.what):
             self.oracle.acknowledged(request.what, answer)
+        if request.each is not None:
+            request.answer(answer)
+            return
         self.network.send(request.worker, lambda: request.answer(answer))
 
 

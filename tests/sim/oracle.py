@@ -8,6 +8,7 @@
   removed, however late the word of it is.
 * A process whose end an agent has reported is in exactly one incident, for ever, and no other process is blamed there that was
   only lost; a run has at most one incident that is open, and none that was known when a recovery was reported.
+* Nothing is forgotten of what a recovery can use.
 * Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.
 """
 
@@ -33,6 +34,7 @@ from strata.core.messages import (
     JobId,
     NotifyCheckpoint,
     ReconcileCheckpoints,
+    RecordsForgotten,
     Refused,
     RegisterDataset,
     Registered,
@@ -115,6 +117,7 @@ class Oracle:
         self._incarnations: set[int] = set()
         self._acknowledged_incarnation = 0
         self._checkpoints: set[str] = set()
+        self.forgotten = 0
         self._run_generation = 0
         """The newest of the run that a checkpoint was acknowledged for."""
         self._datasets: set[str] = set()
@@ -132,6 +135,16 @@ class Oracle:
         self._must_be_current(command)
         if isinstance(command, ArriveAtBarrier):
             self._calls[command.call_id] = command
+        self._take_all(events)
+
+    def decided_together(self, accepted: Sequence[ArriveAtBarrier], events: Sequence[Event]) -> None:
+        """Arrivals that one machine reported in one message, less those that were refused."""
+        for arrival in accepted:
+            self._must_be_current(arrival)
+            self._calls[arrival.call_id] = arrival
+        self._take_all(events)
+
+    def _take_all(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, BarrierReleased):
                 self._check_release(event)
@@ -143,6 +156,11 @@ class Oracle:
                 must(event.checkpoint_id not in self.existing(), f"{event} is in the store")
             if isinstance(event, CheckpointCompleted) and event.reason == "found again":
                 must(event.checkpoint_id in self.existing(), f"{event} is not in the store")
+            if isinstance(event, RecordsForgotten):
+                lost = self._checkpoints & self.existing() & set(event.checkpoints)
+                must(not lost, f"{lost} exist and are forgotten")
+                self._checkpoints -= set(event.checkpoints)
+                self.forgotten += len(event.checkpoints) + event.barriers
             self.account.take(event)
 
     def _must_be_current(self, command: Command) -> None:

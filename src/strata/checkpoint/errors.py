@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import strata
 from strata.errors import StrataError
 from strata.stores.protocol import StoreError
 
@@ -123,6 +124,21 @@ class Damaged(CheckpointError):
         self.path = path
         self.reason = reason
         self.tensors = tuple(tensors)
+
+
+class NewerFormat(CheckpointError):
+    """A newer Strata has written it. It is intact, so nothing falls back behind it: an older step would throw its work away."""
+
+    code = "newer_format"
+
+    def __init__(self, *, path: str, what: str, found: int, newest: int) -> None:
+        super().__init__(
+            f"{path}: it has {what} {found}, written by a newer Strata; this is Strata {strata.__version__}, which reads up to "
+            f"{newest}.",
+            hint="Upgrade Strata here to the version that wrote it, or name another destination.",
+        )
+        self.path = path
+        self.found = found
 
 
 class Untrusted(Damaged):

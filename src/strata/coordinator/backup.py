@@ -199,7 +199,8 @@ def _decode(data: bytes, backup: Path) -> Backup:
         found = json.loads(data)
         if found["format"] != FORMAT:
             raise BackupError(
-                f"The backup {backup} has format {found['format']}; this version of Strata reads format {FORMAT}.",
+                f"The backup {backup} has format {found['format']}; this is Strata {strata.__version__}, which reads format "
+                f"{FORMAT}.",
                 hint=f"Use Strata {found.get('version', 'of the version that wrote it')}.",
             )
         files = [

@@ -19,12 +19,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from itertools import islice
+from typing import Literal, Protocol, TypeVar
 
 from strata.coordinator.journal import codec
+from strata.coordinator.journal.compaction import (
+    CompactsInPieces,
+    JournalSizes,
+    MeasuresItself,
+    SnapshotInPieces,
+)
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
 from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
@@ -32,6 +40,7 @@ from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     ClockResumed,
     Command,
     DeregisterWorker,
@@ -62,6 +71,11 @@ BATCH_BYTES = 4 << 20
 LOOK_S = 1.0
 EPOCH = Instant(mono_s=0.0, wall_s=0.0)
 """When the past was, for the state: how long it took is unknown to the monotonic clock."""
+PIECE_S = 0.001
+"""How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
+PIECE_EVENTS = 500
+PIECE_REST = 3.0
+"""Everything else has so many times as long before the next piece."""
 
 
 class Clock(Protocol):
@@ -106,7 +120,7 @@ def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
             return "decide"  # At most once for each of what there is: there is an end to them.
-        case ArriveAtBarrier():
+        case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
             return "refuse"
@@ -128,6 +142,20 @@ class Posted:
     answered: OnReply
     client: str
     """Whose budget it is charged to; the coordinator's own commands are charged to none."""
+
+
+def draw(history: Iterator[Event], *, within_s: float) -> list[Event]:
+    """The next piece of it; at least one event, where there is one."""
+    end_s = time.perf_counter() + within_s
+    piece: list[Event] = []
+    for event in islice(history, PIECE_EVENTS):
+        piece.append(event)
+        if time.perf_counter() >= end_s:
+            break
+    return piece
+
+
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -166,6 +194,8 @@ class Engine:
         self._at_disk_s = 0.0
         """Of the time since the last tick."""
         self._stopping = False
+        self._compaction: asyncio.Task[None] | None = None
+        self.compactions_total = 0
 
     def replay(self, *, leads: bool = True) -> int:
         """Rebuild the state from the journal. Returns how many events there were. One that does not lead calls `resume` when it does."""
@@ -242,6 +272,10 @@ class Engine:
         return await future
 
     @property
+    def journal_sizes(self) -> JournalSizes | None:
+        return self._journal.sizes() if isinstance(self._journal, MeasuresItself) else None
+
+    @property
     def is_settled(self) -> bool:
         """Whether all of the state is durable now. If not, listeners are notified as soon as it is."""
         return self._settled.is_set()
@@ -254,6 +288,13 @@ class Engine:
 
     async def run(self) -> None:
         """Runs until `stop`; raises `JournalError` when the history can no longer be written."""
+        try:
+            await self._run()
+        finally:
+            if self._compaction is not None:  # The journal has failed: nothing more is written to it.
+                self._compaction.cancel()
+
+    async def _run(self) -> None:
         next_tick_s = 0.0
         while not (self._stopping and not self._queue):
             try:
@@ -277,7 +318,9 @@ class Engine:
                 next_tick_s = time.monotonic() + TICK_S
             if batch or tick:
                 await self._commit(batch, tick=tick)
+            await self._end_compaction(wait=False)
         self._waiting.clear()  # They arrive again where the coordinator is started again.
+        await self._end_compaction(wait=True)
         if self._since_snapshot:
             await self._snapshot()
 
@@ -387,13 +430,58 @@ class Engine:
             most_bytes = max(SNAPSHOT_BYTES, self._snapshot_bytes)
             is_due = self._since_snapshot >= SNAPSHOT_EVERY or self._since_snapshot_bytes >= most_bytes
             if is_due and not self.space.is_full:
-                await self._snapshot()
+                await self._start_compaction()
         except Deposed:
             raise
         except JournalError:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise
         self._settled.set()
+
+    async def _start_compaction(self) -> None:
+        """The state of now becomes the snapshot, in the background; where the journal takes it in pieces, no commit waits for more
+        than one of them."""
+        if not isinstance(self._journal, CompactsInPieces):
+            await self._snapshot()
+        elif self._compaction is None:
+            begun = asyncio.get_running_loop().run_in_executor(self._disk, self._journal.begin_snapshot)
+            self._compaction = asyncio.create_task(self._compact(self.cluster.compaction(), await begun))
+            self._since_snapshot = self._since_snapshot_bytes = 0
+
+    async def _compact(self, history: Iterator[Event], snapshot: SnapshotInPieces) -> None:
+        """Between pieces everything else has its turn, for several times as long as a piece has taken here."""
+        started_s = time.monotonic()
+        size_bytes = 0
+        try:
+            while piece := draw(history, within_s=PIECE_S):
+                drawn_s = time.monotonic()
+                size_bytes += await self._beside(snapshot.add, piece)
+                await self._rest(time.monotonic() - drawn_s + PIECE_S)
+            await self._beside(snapshot.commit)
+        except JournalFull as error:
+            log.warning("%s Nothing is lost: it holds every event.", error)
+        else:
+            self._snapshot_bytes = size_bytes
+        with suppress(JournalFull):
+            more = True
+            while more:
+                more = await self._beside(snapshot.clean)
+                await self._rest(PIECE_S)
+        self.compactions_total += 1
+        log.debug("compacted to %d bytes in %.1f s", size_bytes, time.monotonic() - started_s)
+
+    async def _rest(self, worked_s: float) -> None:
+        await asyncio.sleep(0.0 if self._stopping else PIECE_REST * worked_s)
+
+    async def _end_compaction(self, *, wait: bool) -> None:
+        """Raises what it has failed with, when it has ended."""
+        if self._compaction is not None and (wait or self._compaction.done()):
+            compaction, self._compaction = self._compaction, None
+            await compaction
+
+    async def _beside(self, work: Callable[..., _T], *arguments: object) -> _T:
+        """In the journal's thread, between commits, while nobody waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
     async def _snapshot(self) -> None:
         history = self.cluster.compact()

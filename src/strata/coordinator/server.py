@@ -69,6 +69,7 @@ log = logging.getLogger("strata.coordinator")
 
 MESSAGE_LIMIT_BYTES = 16 << 20
 ANSWER_LIMIT_BYTES = 64 << 20
+STREAMS_PER_CONNECTION = 2_000
 SHUTDOWN_S = 3.0
 AGAIN_S = 0.5
 """Between attempts of one that was deposed to start again."""
@@ -274,6 +275,9 @@ class Server:
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
                 ("grpc.max_allowed_incoming_connections", settings.max_workers + settings.max_connections),
+                # Calls of all clients together are limited: one connection must not take them all. It also switches on gRPC's own
+                # protection against streams that are opened and reset.
+                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
                 ("grpc.so_reuseport", 0),
                 # Probing the bandwidth answers each small message with a ping: a quarter of a quiet fleet's cost.
                 ("grpc.http2.bdp_probe", 0),

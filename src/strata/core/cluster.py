@@ -14,9 +14,10 @@ Pure: no clock, no threads, no I/O. Time arrives as `Instant`. One caller at a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 from strata.core import checks
@@ -31,6 +32,7 @@ from strata.core.fleet.membership import Membership, MembershipLimits
 from strata.core.fleet.presence import Presence, PresenceLimits
 from strata.core.fleet.quarantine import Quarantine
 from strata.core.fleet.recoveries import Recoveries
+from strata.core.fleet.retention import Retention, RetentionLimits
 from strata.core.fleet.tasks import Tasks
 from strata.core.fleet.values import Values
 from strata.core.messages import (
@@ -39,9 +41,12 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierArrived,
     BarrierBroken,
     BarrierReleased,
+    BarrierTicket,
+    BarrierTickets,
     BeginAttempt,
     CancelDrain,
     CheckpointCompleted,
@@ -60,9 +65,11 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     Event,
     HandoverRecorded,
     Heartbeat,
+    HeartbeatsFolded,
     HostCleared,
     HostDrained,
     HostDrainStarted,
@@ -84,6 +91,7 @@ from strata.core.messages import (
     Rebalance,
     ReconcileCheckpoints,
     Reconciled,
+    RecordsForgotten,
     RecoveryRecorded,
     Refused,
     RegisterDataset,
@@ -128,6 +136,7 @@ class Limits:
     membership: MembershipLimits = field(default_factory=MembershipLimits)
     barriers: BarrierLimits = field(default_factory=BarrierLimits)
     presence: PresenceLimits = field(default_factory=PresenceLimits)
+    retention: RetentionLimits = field(default_factory=RetentionLimits)
 
 
 class Cluster:
@@ -143,8 +152,9 @@ class Cluster:
         self.quarantine = Quarantine()
         self.drains = Drains()
         self.health = Health()
-        self.values = Values()
+        self.values = Values(drop_after_s=limits.retention.values_s)
         self.presence = Presence(limits.presence)
+        self.retention = Retention(limits.retention)
 
     # --- commands in, events out ----------------------------------------------------------------------------
 
@@ -183,12 +193,11 @@ class Cluster:
                 fact(removed)
                 return Accepted(reason=removed.reason)
             case ArriveAtBarrier():
-                member = self.membership.admit(
-                    command.worker_id, incarnation=command.incarnation, generation=command.generation
+                return self._arrive(command, now, fact)
+            case ArriveTogether():
+                return BarrierTickets(
+                    tickets=tuple(self._ticket(each, now, fact) for each in command.arrivals)
                 )
-                events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
-                _each(fact, events)
-                return ticket
             case NotifyCheckpoint():
                 return self._notify_checkpoint(command, now, fact)
             case ReconcileCheckpoints():
@@ -252,6 +261,9 @@ class Cluster:
                 spec_of = known.spec if known is not None else None
                 _each(fact, self.incidents.decide_slow(command, spec_of, now))
                 return Accepted(reason=command.reason)
+            case EndHang():
+                _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
+                return Accepted(reason=f"step {command.step:,} was made")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)
@@ -276,8 +288,33 @@ class Cluster:
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
                 _each(fact, self.drains.decide_tick(now))
+                self._forget(now, fact)
                 return Accepted(reason="time passed")
         assert_never(command)
+
+    def _arrive(self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]) -> BarrierTicket:
+        member = self.membership.admit(
+            command.worker_id, incarnation=command.incarnation, generation=command.generation
+        )
+        events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
+        _each(fact, events)
+        return ticket
+
+    def _ticket(
+        self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]
+    ) -> BarrierTicket | Refused:
+        """One that is refused changes nothing, and does not keep those from arriving who came with it."""
+        try:
+            return self._arrive(command, now, fact)
+        except Refused as refusal:
+            return refusal
+
+    def _forget(self, now: Instant, fact: Callable[[Event], None]) -> None:
+        if self.retention.is_time(now):
+            self.retention.looked(now)
+            forgotten = self.retention.decide_forget(self.tasks, self.checkpoints, self.barriers, now)
+            if forgotten is not None:
+                fact(forgotten)
 
     def _quarantine_failed(
         self, command: ReportFailure, job: JobId, now: Instant, fact: Callable[[Event], None]
@@ -438,6 +475,8 @@ class Cluster:
         match observation:
             case Heartbeat():
                 self.membership.take_heartbeat(observation, now)
+            case HeartbeatsFolded():
+                self.membership.take_heartbeats(observation, now)
             case WorkerConnected():
                 self.membership.take_connection(observation, now)
             case WorkerDisconnected():
@@ -502,6 +541,10 @@ class Cluster:
                 self.drains.apply(event, now)
             case HostExamined():
                 self.health.apply(event)
+            case RecordsForgotten():
+                self.tasks.forget(event.tasks)
+                self.checkpoints.forget(event.checkpoints)
+                self.barriers.forget(event.barriers)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:
@@ -526,6 +569,11 @@ class Cluster:
 
     def compact(self) -> list[Event]:
         """A short history that leads to this state: what a snapshot holds."""
+        return list(self.compaction())
+
+    def compaction(self) -> Iterator[Event]:
+        """The same, to be drawn little by little while the state goes on: what it was is held from now, which costs little,
+        because what the parts hold is replaced and never changed."""
         counters = CountersRestored(
             generation=self.membership.generation,
             incarnation=self.membership.incarnation,
@@ -538,20 +586,20 @@ class Cluster:
             reason="compacted history",
             at_s=0.0,
         )
-        return [
-            *self.membership.compact(),
-            *self.datasets.compact(),
-            *self.barriers.compact(),
-            *self.checkpoints.compact(),
-            *self.tasks.compact(),
-            *self.recoveries.compact(),
-            *self.incidents.compact(),
-            *self.quarantine.compact(),
-            *self.drains.compact(),
-            *self.health.compact(),
-            *self.values.compact(),
-            counters,
-        ]
+        return chain(
+            self.membership.compact(),
+            self.datasets.compact(),
+            self.barriers.compact(),
+            self.checkpoints.compact(),
+            self.tasks.compact(),
+            self.recoveries.compact(),
+            self.incidents.compact(),
+            self.quarantine.compact(),
+            self.drains.compact(),
+            self.health.compact(),
+            self.values.compact(),
+            (counters,),
+        )
 
 
 def _each(fact: Callable[[Event], None], events: Iterable[Event]) -> None:

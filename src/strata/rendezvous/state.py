@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
+import strata
 from strata.torch_compat.rendezvous import Node, pack_state
 
 FORMAT = 1
@@ -61,7 +62,9 @@ class SharedState:
         try:
             raw = json.loads(data)
             if raw["format"] != FORMAT:
-                raise ValueError(f"it has format {raw['format']!r}, this version reads {FORMAT}")
+                raise ValueError(
+                    f"it has format {raw['format']!r}, and Strata {strata.__version__} reads {FORMAT}"
+                )
             return SharedState(
                 incarnation=str(raw["incarnation"]),
                 round=int(raw["round"]),

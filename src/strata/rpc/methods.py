@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+import strata
 from strata.rpc import coordinator_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -126,9 +127,9 @@ class _OtherVersions(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         asked = _OTHER_VERSION.match(handler_call_details.method)
         if asked is None or asked[1] == pb.DESCRIPTOR.package:
             return None
-        from strata import __version__
-
-        said = f"This coordinator (Strata {__version__}) speaks {pb.DESCRIPTOR.package}, not {asked[1]}."
+        said = (
+            f"This coordinator (Strata {strata.__version__}) speaks {pb.DESCRIPTOR.package}, not {asked[1]}."
+        )
         hint = "Upgrade the coordinator first, then what calls it."
 
         async def refuse(requests: object, context: Any) -> None:

@@ -25,7 +25,7 @@ import xxhash
 
 from strata.checkpoint.catalog.signing import Keys, Signature, SigningError
 from strata.checkpoint.copying.digest import KEY_VARIABLE, SHA256, XXH3, Digest, new_hasher
-from strata.checkpoint.errors import Damaged, Untrusted
+from strata.checkpoint.errors import Damaged, NewerFormat, Untrusted
 from strata.core.types import CheckpointId as CheckpointId
 from strata.stores.keys import check_key
 
@@ -180,8 +180,8 @@ def no_collection() -> Iterator[None]:
 
 @no_collection()
 def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
-    """Read a manifest back. Raises `Damaged` unless every bit is as it was written, and `Untrusted` where `keys` do not accept
-    it."""
+    """Read a manifest back. Raises `Damaged` unless every bit is as it was written, `NewerFormat` where another version wrote
+    them, and `Untrusted` where `keys` do not accept it."""
     try:
         unsigned, signature = _split_signature(raw)
         sealed = unsigned[len(_SEAL_HEAD) : -_SEAL_TAIL_BYTES]
@@ -193,11 +193,10 @@ def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
         if b"\\ud" in sealed.lower():
             # Half a character, written as an escape, is text that nobody can write down.
             json.dumps(body, ensure_ascii=False).encode()
+        if body["schema"] > READABLE[-1]:
+            raise NewerFormat(path=path, what="manifest schema", found=body["schema"], newest=READABLE[-1])
         if body["schema"] not in READABLE:
-            raise Damaged(
-                path=path,
-                reason=f"manifest schema {body['schema']} is not {SCHEMA}: another version wrote it",
-            )
+            raise Damaged(path=path, reason=f"there is no manifest schema {body['schema']}")
         if body["schema"] == 1:
             body |= {"run": "", "lineage": "", "durable_parent": body["lasting_parent"]}
         manifest = Manifest(

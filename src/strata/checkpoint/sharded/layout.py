@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from strata.checkpoint.catalog.manifest import Json, Manifest, Part
-from strata.checkpoint.errors import CheckpointError, Damaged, UnsupportedState
+from strata.checkpoint.errors import CheckpointError, Damaged, NewerFormat, UnsupportedState
 
 SCHEMA = 1
 
@@ -145,6 +145,8 @@ def _encode_paths(planner_data: Any) -> Json:
 
 
 def _decode(layout: Any, parts: Sequence[Part], path: str) -> Metadata:
+    if layout["schema"] > SCHEMA:
+        raise NewerFormat(path=path, what="layout schema", found=layout["schema"], newest=SCHEMA)
     if layout["schema"] != SCHEMA:
         raise Damaged(path=path, reason=f"layout schema {layout['schema']!r} is not {SCHEMA}")
     entries: dict[str, Any] = {}

@@ -1,4 +1,9 @@
-"""Events as bytes and back: msgpack of the plain dataclass, beside the name of its kind."""
+"""Events as bytes and back: msgpack of the plain dataclass, beside the name of its kind.
+
+A journal has a format, a number that grows whenever a kind of event or a field of one is added after a release: an older
+Strata must refuse what it would read without them. Kinds and fields are never taken away, and what is added has a default, so
+every earlier format is read. `tests/testdata/event_formats.json` says which events each format has.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,9 @@ from typing import get_args
 import msgspec
 
 from strata.core.messages import Event
+
+FORMAT = 2
+"""What this version writes. 1: 0.1. 2: 0.2, with incidents, quarantine, drains, health and what is forgotten."""
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.items()}

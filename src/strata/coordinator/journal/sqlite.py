@@ -1,8 +1,8 @@
 """The durable history: what the coordinator has acknowledged survives it.
 
 `append` returns only when the events are on disk (SQLite in WAL mode, `synchronous=FULL`, one transaction per
-batch). A snapshot is a shorter history that leads to the same state; loading yields the newest snapshot and
-then every event after it. Older events are kept for the story (`strata replay`) up to a bound in number and in bytes,
+batch). A snapshot is a shorter history that leads to the same state, written in pieces between the appends; loading yields the
+newest that was completed and then every event after it. Older events are kept for the story (`strata replay`) up to a bound in number and in bytes,
 values without their bodies: however often a value is overwritten, the file stays as large as the state and the story are.
 
 A write that fails for lack of space is repeated once with the reserve (`space`) released. Nothing else is ever repeated: after
@@ -28,7 +28,9 @@ from urllib.parse import quote
 
 import msgspec
 
+import strata
 from strata.coordinator.journal import codec
+from strata.coordinator.journal.compaction import JournalSizes
 from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
@@ -37,7 +39,6 @@ from strata.files import make_file_private
 log = logging.getLogger("strata.coordinator")
 
 JOURNAL_NAME = "journal.sqlite"
-SCHEMA_VERSION = 1
 STORY_EVENTS_KEPT = 200_000
 STORY_BYTES_KEPT = 128 << 20
 BODY_KEPT_BYTES = 512
@@ -59,7 +60,12 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events(seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshot(position INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot_2(position INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
 """
+SNAPSHOT_TABLES = ("snapshot", "snapshot_2")
+"""By turns: one counts, and the next is written into the other."""
+CLEANED_AT_ONCE = 2_000
+"""Rows. A piece of cleaning takes about as long as a commit."""
 
 
 class SqliteJournal:
@@ -89,17 +95,20 @@ class SqliteJournal:
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
         self._db.executescript(_SCHEMA)
-        self._check_schema()
+        self._check_format()
         row = self._db.execute("SELECT max(seq), total(length(body)) FROM events").fetchone()
         self._seq = max(row[0] or 0, self._snapshot_seq())
         self._story_bytes = int(row[1])
+        query = f"SELECT total(length(body)) FROM {self._snapshot_table()}"
+        self._snapshot_bytes = int(self._db.execute(query).fetchone()[0])
 
     def __str__(self) -> str:
         return str(self.path)
 
     def load(self) -> Iterator[Event]:
         try:
-            for kind, body in self._db.execute("SELECT kind, body FROM snapshot ORDER BY position"):
+            table = self._snapshot_table()
+            for kind, body in self._db.execute(f"SELECT kind, body FROM {table} ORDER BY position"):
                 yield _decode(self.path, kind, body)
             last = self._snapshot_seq()
             query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
@@ -138,50 +147,25 @@ class SqliteJournal:
         self._story_bytes += sum(len(body) for *_, body in rows)
 
     def snapshot(self, events: Iterable[Event]) -> None:
-        rows = [(i, codec.kind_of(event), codec.encode(event)) for i, event in enumerate(events)]
-        story_bytes = 0
+        piecewise = self.begin_snapshot()
+        piecewise.add(list(events))
+        piecewise.commit()
+        while piecewise.clean():
+            pass
 
-        def replace_snapshot() -> None:
-            nonlocal story_bytes
-            before = self._snapshot_seq()
-            self._db.execute("DELETE FROM snapshot")
-            self._db.executemany("INSERT INTO snapshot VALUES (?, ?, ?)", rows)
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('snapshot_seq', ?)", (str(self._seq),))
-            story_bytes = self._story_bytes - self._drop_bodies(after=before)
-            story_bytes -= self._drop_oldest(story_bytes - STORY_BYTES_KEPT)
+    def begin_snapshot(self) -> SqliteSnapshot:
+        return SqliteSnapshot(self)
 
-        try:
-            self._attempt(replace_snapshot)  # The reserve is for what must be recorded.
-        except sqlite3.DatabaseError as error:
-            kind = JournalFull if _lacks_space(error) else JournalError
-            raise kind(f"The journal {self.path} cannot be compacted: {error}.") from error
-        self._story_bytes = story_bytes
+    def sizes(self) -> JournalSizes:
+        """Counted as it is written, not looked up."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return JournalSizes(
+            file_bytes=sum(file.stat().st_size for file in files if file.exists()),
+            story_bytes=self._story_bytes,
+            snapshot_bytes=self._snapshot_bytes,
+        )
 
-    def _drop_bodies(self, *, after: int) -> int:
-        """What values were is in the snapshot, where they still are that: the story keeps only that they changed.
-        Returns how many bytes it was."""
-        query = "SELECT seq, body FROM events WHERE seq > ? AND kind = ? AND length(body) > ?"
-        dropped = 0
-        for seq, body in self._db.execute(query, (after, ValueSwapped.__name__, BODY_KEPT_BYTES)).fetchall():
-            event = _decode(self.path, ValueSwapped.__name__, body)
-            assert isinstance(event, ValueSwapped)
-            short = codec.encode(replace(event, body=b""))
-            self._db.execute("UPDATE events SET body = ? WHERE seq = ?", (short, seq))
-            dropped += len(body) - len(short)
-        return dropped
-
-    def _drop_oldest(self, excess_bytes: int) -> int:
-        """The oldest events go: those beyond the number that is kept, and beyond the bytes. Returns how many bytes."""
-        last, found_bytes = self._seq - STORY_EVENTS_KEPT, 0
-        for seq, size_bytes in self._db.execute("SELECT seq, length(body) FROM events ORDER BY seq"):
-            if seq > last and found_bytes >= excess_bytes:
-                break
-            last = max(last, seq)
-            found_bytes += size_bytes
-        self._db.execute("DELETE FROM events WHERE seq <= ?", (last,))
-        return found_bytes
-
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def _attempt(self, work: Callable[[], object]) -> None:
         """All of it, durable, or nothing."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -201,16 +185,128 @@ class SqliteJournal:
         row = self._db.execute("SELECT value FROM meta WHERE key = 'snapshot_seq'").fetchone()
         return int(row[0]) if row else 0
 
-    def _check_schema(self) -> None:
-        row = self._db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-        if row is None:
-            self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
-        elif row[0] != str(SCHEMA_VERSION):
-            raise JournalError(
-                f"The journal {self.path} has format {row[0]}; this version of Strata writes format "
-                f"{SCHEMA_VERSION}.",
-                hint="Use the version of Strata that wrote it, or another --data-dir.",
-            )
+    def _snapshot_table(self) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'snapshot_table'").fetchone()
+        return SNAPSHOT_TABLES[int(row[0])] if row else SNAPSHOT_TABLES[0]
+
+    def _check_format(self) -> None:
+        """From here on it is a journal of this version: an earlier one, which knows less, refuses it."""
+        check_format(self._db, self.path)
+        known = self._db.execute("SELECT key, value FROM meta").fetchall()
+        wanted = (("schema", str(codec.FORMAT)), ("written_by", strata.__version__))
+        # On a full disk nothing is written that is there already.
+        rows = [row for row in wanted if row not in known]
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+
+class SqliteSnapshot:
+    """A snapshot under way (`compaction`). Between its pieces the journal may be appended to."""
+
+    def __init__(self, journal: SqliteJournal) -> None:
+        self._journal = journal
+        self._db = journal._db
+        self._seq = journal._seq
+        self._before = journal._snapshot_seq()
+        self._current = journal._snapshot_table()
+        self._rows = self._bytes = 0
+        other = next(table for table in SNAPSHOT_TABLES if table != self._current)
+        self._unused = self._next = other
+        while self._clean_table():  # What a crash has left there.
+            pass
+        self._bodies_after = self._before
+
+    def add(self, events: Sequence[Event]) -> int:
+        rows = [(i, codec.kind_of(e), codec.encode(e)) for i, e in enumerate(events, self._rows)]
+        self._attempt(lambda: self._db.executemany(f"INSERT INTO {self._next} VALUES (?, ?, ?)", rows))
+        size_bytes = sum(len(body) for *_, body in rows)
+        self._rows += len(rows)
+        self._bytes += size_bytes
+        return size_bytes
+
+    def commit(self) -> None:
+        counts = [
+            ("snapshot_seq", str(self._seq)),
+            ("snapshot_table", str(SNAPSHOT_TABLES.index(self._next))),
+        ]
+        self._attempt(lambda: self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", counts))
+        self._unused = self._current
+        self._journal._snapshot_bytes = self._bytes
+
+    def clean(self) -> bool:
+        if self._clean_table():
+            return True
+        return self._unused == self._current and (self._drop_bodies() or self._drop_oldest())
+
+    def _clean_table(self) -> bool:
+        query = f"DELETE FROM {self._unused} WHERE position IN (SELECT position FROM {self._unused} LIMIT ?)"
+        deleted = 0
+
+        def delete() -> None:
+            nonlocal deleted
+            deleted = self._db.execute(query, (CLEANED_AT_ONCE,)).rowcount
+
+        if self._db.execute(f"SELECT 1 FROM {self._unused} LIMIT 1").fetchone() is not None:
+            self._attempt(delete)
+        return deleted == CLEANED_AT_ONCE
+
+    def _drop_bodies(self) -> bool:
+        """What values were is in the snapshot, where they still are that: the story keeps only that they changed."""
+        query = "SELECT seq, body FROM events WHERE seq > ? AND seq <= ? AND kind = ? AND length(body) > ? ORDER BY seq LIMIT ?"
+        limits = (
+            self._bodies_after,
+            self._seq,
+            ValueSwapped.__name__,
+            BODY_KEPT_BYTES,
+            CLEANED_AT_ONCE // 10,
+        )
+        found = self._db.execute(query, limits).fetchall()
+        short = []
+        for seq, body in found:
+            event = _decode(self._journal.path, ValueSwapped.__name__, body)
+            assert isinstance(event, ValueSwapped)
+            short.append((codec.encode(replace(event, body=b"")), seq))
+        if not found:
+            return False
+        self._attempt(lambda: self._db.executemany("UPDATE events SET body = ? WHERE seq = ?", short))
+        self._bodies_after = found[-1][0]
+        dropped = sum(len(body) for _, body in found) - sum(len(body) for body, _ in short)
+        self._journal._story_bytes -= dropped
+        return True
+
+    def _drop_oldest(self) -> bool:
+        """The oldest events go: those beyond the number that is kept, and beyond the bytes."""
+        excess_bytes = self._journal._story_bytes - STORY_BYTES_KEPT
+        last, found_bytes, count, found = self._seq - STORY_EVENTS_KEPT, 0, 0, 0
+        query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
+        for seq, size_bytes in self._db.execute(query, (self._seq, CLEANED_AT_ONCE)):
+            if seq > last and found_bytes >= excess_bytes:
+                break
+            found, count, found_bytes = seq, count + 1, found_bytes + size_bytes
+        if not count:
+            return False
+        self._attempt(lambda: self._db.execute("DELETE FROM events WHERE seq <= ?", (found,)))
+        self._journal._story_bytes -= found_bytes
+        return count == CLEANED_AT_ONCE
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            self._journal._attempt(work)  # The reserve is for what must be recorded.
+        except sqlite3.DatabaseError as error:
+            kind = JournalFull if _lacks_space(error) else JournalError
+            raise kind(f"The journal {self._journal} cannot be compacted: {error}.") from error
+
+
+def check_format(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal that a newer version has written; any earlier one is read."""
+    known = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'written_by')").fetchall())
+    if int(known.get("schema", codec.FORMAT)) > codec.FORMAT:
+        writer = known.get("written_by", "a newer version")
+        raise JournalError(
+            f"The journal {path} has format {known['schema']}, written by Strata {writer}; this is Strata "
+            f"{strata.__version__}, which reads formats up to {codec.FORMAT}.",
+            hint=f"Use Strata {writer} or a newer one. To go back to this version, restore the backup made before the "
+            "upgrade: strata restore FILE --data-dir DIR.",
+        )
 
 
 def read_story(data_dir: Path) -> Iterator[Entry]:
@@ -222,9 +318,10 @@ def read_story(data_dir: Path) -> Iterator[Entry]:
         )
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as db:
+            check_format(db, path)
             for seq, kind, body in db.execute("SELECT seq, kind, body FROM events ORDER BY seq"):
                 yield Entry(seq=seq, event=_decode(path, kind, body))
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, ValueError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
 
 

@@ -258,6 +258,11 @@ class Barriers:
         ):
             self._forget_oldest()
 
+    def forget(self, count: int) -> None:
+        """The oldest so many that have ended."""
+        for _ in range(min(count, len(self.ended))):
+            self._forget_oldest()
+
     def _forget_oldest(self) -> None:
         (key, _), oldest = self.ended.popitem(last=False)
         if self._last[key] is oldest:
@@ -266,8 +271,8 @@ class Barriers:
             if self._calls.get(call) is oldest:
                 del self._calls[call]
 
-    def compact(self) -> list[Event]:
-        return list(self.ended.values())
+    def compact(self) -> Iterator[Event]:
+        return iter(list(self.ended.values()))
 
 
 def _calls_of(key: BarrierKey, outcome: BarrierOutcome) -> Iterator[tuple[BarrierKey, WorkerId, str]]:

@@ -10,7 +10,7 @@ Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from strata.core import checks
@@ -284,34 +284,42 @@ class Checkpoints:
             del self.records[oldest.checkpoint_id]
             self._timelines.get(oldest.job_id, {}).pop(oldest.checkpoint_id, None)
 
-    def compact(self) -> list[Event]:
-        """Every beginning in its order, then every end in its order."""
-        events: list[Event] = [
-            CheckpointStarted(
-                checkpoint_id=r.checkpoint_id,
-                job_id=r.job_id,
-                worker_id=r.worker_id,
-                step=r.step,
-                epoch=r.epoch,
-                path=r.path,
-                size_bytes=r.size_bytes,
-                reason=r.reason,
-                at_s=r.created_at_s,
-                run_id=r.run_id,
-                generation=r.generation,
-            )
-            for r in self.records.values()
-        ]
-        usable = {checkpoint_id for timeline in self._timelines.values() for checkpoint_id in timeline}
-        for record in self.records.values():
-            if record.checkpoint_id not in usable:
-                events += _ends(record)
-        for _, timeline in sorted(
-            self._timelines.items()
-        ):  # Jobs are in the order of their first, which may be removed.
-            for checkpoint_id in timeline:
-                events += _ends(self.records[checkpoint_id])
-        return events
+    def forget(self, checkpoints: Iterable[CheckpointId]) -> None:
+        """Of what no recovery can use: nothing that exists has changed."""
+        for checkpoint_id in checkpoints:
+            self.records.pop(checkpoint_id, None)
+
+    def compact(self) -> Iterator[Event]:
+        """Every beginning in its order, then every end in its order. Jobs are in the order of their first, which may be
+        removed."""
+        timelines = [tuple(timeline) for _, timeline in sorted(self._timelines.items())]
+        return _history(dict(self.records), timelines)
+
+
+def _history(
+    records: Mapping[CheckpointId, CheckpointRecord], timelines: Sequence[Sequence[CheckpointId]]
+) -> Iterator[Event]:
+    for r in records.values():
+        yield CheckpointStarted(
+            checkpoint_id=r.checkpoint_id,
+            job_id=r.job_id,
+            worker_id=r.worker_id,
+            step=r.step,
+            epoch=r.epoch,
+            path=r.path,
+            size_bytes=r.size_bytes,
+            reason=r.reason,
+            at_s=r.created_at_s,
+            run_id=r.run_id,
+            generation=r.generation,
+        )
+    usable = {checkpoint_id for timeline in timelines for checkpoint_id in timeline}
+    for record in records.values():
+        if record.checkpoint_id not in usable:
+            yield from _ends(record)
+    for timeline in timelines:
+        for checkpoint_id in timeline:
+            yield from _ends(records[checkpoint_id])
 
 
 def _decide_tiers(

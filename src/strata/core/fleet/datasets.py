@@ -12,7 +12,7 @@ Pure. Reads no files: paths and counts arrive with the registration.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -291,11 +291,8 @@ class Datasets:
             return self.plans[key].plan, key[2]
         epochs = self.epochs(key[0], key[1])
         if not epochs:
-            return self._nobody(key[1]), -1
+            return _nobody(self.specs[key[1]]), -1
         return self.plans[(key[0], key[1], epochs[-1])].plan, epochs[-1]
-
-    def _nobody(self, dataset_id: DatasetId) -> ShardPlan:
-        return first_plan([], self.specs[dataset_id].shard_count, salt=dataset_id)
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -363,7 +360,7 @@ class Datasets:
     def _moved(self, event: ShardsMoved) -> None:
         key = (event.job_id, event.dataset_id, event.epoch)
         if event.base_epoch < 0:
-            base = self._nobody(event.dataset_id)
+            base = _nobody(self.specs[event.dataset_id])
         else:
             base = self.plans[(event.job_id, event.dataset_id, event.base_epoch)].plan
         moves = Moves.from_owners(event.moved)
@@ -377,31 +374,41 @@ class Datasets:
             for epoch in self.epochs(event.job_id, event.dataset_id)[:-EPOCHS_KEPT]:
                 self._drop_plan((event.job_id, event.dataset_id, epoch))
 
-    def compact(self) -> list[Event]:
-        events: list[Event] = [
-            DatasetRegistered(spec=spec, reason="registered", at_s=self.registered_at_s[dataset_id])
-            for dataset_id, spec in self.specs.items()
-        ]
-        for (job, dataset_id, epoch), entry in self.plans.items():
-            # First all that stayed where it was, former owners included, then what moved last.
-            plan, last = entry.plan, Moves.from_owners(entry.moved)
-            every = moves_between(self._nobody(dataset_id), plan)
-            rest = ~np.isin(every.shards, last.shards)
-            stayed = replace(every, shards=every.shards[rest], to=every.to[rest])
-            settled = ShardsMoved(
-                job_id=job,
-                dataset_id=dataset_id,
-                epoch=epoch,
-                base_epoch=-1,
-                version=plan.version,
-                workers=(*plan.workers, *plan.former),
-                moved=stayed.by_owner(),
-                reason=plan.reason,
-                at_s=0.0,
-            )
-            events.append(settled)
-            events.append(replace(settled, base_epoch=epoch, workers=plan.workers, moved=entry.moved))
-        return events
+    def compact(self) -> Iterator[Event]:
+        return _history(dict(self.specs), dict(self.registered_at_s), list(self.plans.items()))
+
+
+def _history(
+    specs: Mapping[DatasetId, DatasetSpec],
+    registered_at_s: Mapping[DatasetId, float],
+    plans: Sequence[tuple[PlanKey, PlanEntry]],
+) -> Iterator[Event]:
+    for dataset_id, spec in specs.items():
+        yield DatasetRegistered(spec=spec, reason="registered", at_s=registered_at_s[dataset_id])
+    for (job, dataset_id, epoch), entry in plans:
+        # First all that stayed where it was, former owners included, then what moved last.
+        plan, last = entry.plan, Moves.from_owners(entry.moved)
+        every = moves_between(_nobody(specs[dataset_id]), plan)
+        rest = ~np.isin(every.shards, last.shards)
+        stayed = replace(every, shards=every.shards[rest], to=every.to[rest])
+        settled = ShardsMoved(
+            job_id=job,
+            dataset_id=dataset_id,
+            epoch=epoch,
+            base_epoch=-1,
+            version=plan.version,
+            workers=(*plan.workers, *plan.former),
+            moved=stayed.by_owner(),
+            reason=plan.reason,
+            at_s=0.0,
+        )
+        yield settled
+        yield replace(settled, base_epoch=epoch, workers=plan.workers, moved=entry.moved)
+
+
+def _nobody(spec: DatasetSpec) -> ShardPlan:
+    """The plan before the first: nobody has anything."""
+    return first_plan([], spec.shard_count, salt=spec.dataset_id)
 
 
 def shard_at(spec: DatasetSpec, shard_id: int, done: int) -> Shard:

@@ -10,7 +10,7 @@ Journaled: a restart of the coordinator changes nothing. Pure: time arrives as `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -275,14 +275,16 @@ class Drains:
                 handovers=(*others, event)[-HANDOVERS_KEPT:],
             )
 
-    def compact(self) -> list[Event]:
-        events: list[Event] = []
-        for drain in self.hosts.values():
-            events.append(replace(drain.asked, left=tuple(sorted(drain.left))))
-            events.extend(drain.handovers)
-            if drain.ended is not None:
-                events.append(drain.ended)
-        return events
+    def compact(self) -> Iterator[Event]:
+        return _history(list(self.hosts.values()))
+
+
+def _history(drains: Sequence[Drain]) -> Iterator[Event]:
+    for drain in drains:
+        yield replace(drain.asked, left=tuple(sorted(drain.left)))
+        yield from drain.handovers
+        if drain.ended is not None:
+            yield drain.ended
 
 
 def _view(drain: Drain) -> DrainView:

@@ -12,7 +12,7 @@ quarantined (`cluster`). Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strata.core import checks
@@ -113,8 +113,8 @@ class Health:
         while len(self.hosts) > KEPT:
             del self.hosts[next(iter(self.hosts))]
 
-    def compact(self) -> list[Event]:
-        return list(self.hosts.values())
+    def compact(self) -> Iterator[Event]:
+        return iter(list(self.hosts.values()))
 
 
 def why_unfit(examined: HostExamined) -> str:

@@ -6,6 +6,7 @@ its host name, as agents and workers report it. Journaled: a restart of the coor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.core import checks
@@ -100,5 +101,5 @@ class Quarantine:
         else:
             self.hosts.pop(event.host, None)
 
-    def compact(self) -> list[Event]:
-        return list(self.hosts.values())
+    def compact(self) -> Iterator[Event]:
+        return iter(list(self.hosts.values()))

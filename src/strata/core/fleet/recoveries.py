@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from strata.core import checks
 from strata.core.messages import Event, Instant, JobId, RecoveryRecorded, ReportRecovery
@@ -76,5 +76,5 @@ class Recoveries:
     def apply(self, event: RecoveryRecorded) -> None:
         self.records.append(event)
 
-    def compact(self) -> list[Event]:
-        return list(self.records)
+    def compact(self) -> Iterator[Event]:
+        return iter(list(self.records))

@@ -10,6 +10,7 @@ Pure. What a task runs, and where, is a launcher's business; this module only sa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -288,28 +289,32 @@ class Tasks:
                     progressed_at_s=event.at_s,
                 )
 
-    def compact(self) -> list[Event]:
-        events: list[Event] = []
-        for task in self.tasks.values():
-            events.append(TaskCreated(spec=task.spec, reason=task.reason, at_s=task.created_at_s))
-            if task.started_at_s is not None:
-                events.append(_changed(task, task.started_at_s, status="running"))
-            if task.progressed_at_s is not None:
-                events.append(
-                    TaskProgressed(
-                        task_id=task.spec.task_id,
-                        attempt=task.progressed_attempt,
-                        worker_ids=task.worker_ids,
-                        step=task.step,
-                        total_steps=task.total_steps,
-                        steps_per_s=task.steps_per_s,
-                        reason=task.reason,
-                        at_s=task.progressed_at_s,
-                    )
-                )
-            ended_at_s = task.ended_at_s if task.ended_at_s is not None else task.created_at_s
-            events.append(_changed(task, ended_at_s))
-        return events
+    def forget(self, tasks: Iterable[TaskId]) -> None:
+        for task_id in tasks:
+            self.tasks.pop(task_id, None)
+
+    def compact(self) -> Iterator[Event]:
+        return _history(list(self.tasks.values()))
+
+
+def _history(tasks: Sequence[Task]) -> Iterator[Event]:
+    for task in tasks:
+        yield TaskCreated(spec=task.spec, reason=task.reason, at_s=task.created_at_s)
+        if task.started_at_s is not None:
+            yield _changed(task, task.started_at_s, status="running")
+        if task.progressed_at_s is not None:
+            yield TaskProgressed(
+                task_id=task.spec.task_id,
+                attempt=task.progressed_attempt,
+                worker_ids=task.worker_ids,
+                step=task.step,
+                total_steps=task.total_steps,
+                steps_per_s=task.steps_per_s,
+                reason=task.reason,
+                at_s=task.progressed_at_s,
+            )
+        ended_at_s = task.ended_at_s if task.ended_at_s is not None else task.created_at_s
+        yield _changed(task, ended_at_s)
 
 
 def _changed(task: Task, at_s: float, **changes: Any) -> TaskChanged:

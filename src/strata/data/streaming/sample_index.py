@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+import strata
 from strata.data.errors import DataError
 from strata.data.reader import SAMPLES_SUFFIX, DataFile, DatasetFiles
 from strata.data.readers.base import FileIndex
@@ -76,8 +77,13 @@ def load(place: str) -> DatasetFiles:
         with np.load(io.BytesIO(data), allow_pickle=False) as saved:
             arrays = {name: saved[name] for name in saved.files}
         about = json.loads(arrays.pop("about").tobytes())
+        if about["version"] > VERSION:
+            raise ValueError(
+                f"it has version {about['version']}, written by a newer Strata; this is Strata {strata.__version__}, which reads "
+                f"up to {VERSION}"
+            )
         if about["version"] != VERSION:
-            raise ValueError(f"version {about['version']} is not {VERSION}")
+            raise ValueError(f"there is no version {about['version']}")
         files = tuple(DataFile(**file) for file in about["files"])
         by_file: list[dict[str, np.ndarray]] = [{} for _ in files]
         for name, array in arrays.items():

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 import msgspec
 import xxhash
 
+import strata
 from strata.data.tokens.errors import InvalidIndex
 
 MAGIC = b"STRATOKS"
@@ -78,10 +79,15 @@ class IndexHeader:
         if len(data) < cls.SIZE:
             raise InvalidIndex(f"Token index cut short: {len(data)} bytes of a {cls.SIZE}-byte header.")
         (version,) = struct.unpack_from("<I", data, len(MAGIC))
+        if version > FORMAT_VERSION:
+            raise InvalidIndex(
+                f"Token index has format version {version}, written by a newer Strata; this is Strata {strata.__version__}, "
+                f"which reads up to version {FORMAT_VERSION}.",
+                hint="Upgrade Strata here, or build the index again with this version.",
+            )
         if version != FORMAT_VERSION:
             raise InvalidIndex(
-                f"Token index has format version {version}; this release reads version {FORMAT_VERSION}.",
-                hint="Build it again with this release.",
+                f"There is no format version {version} of a token index.", hint="Build it again."
             )
         (check,) = cls._CHECK.unpack_from(data, cls._FIELDS.size)
         if check != xxhash.xxh3_64_intdigest(data[: cls._FIELDS.size]):

@@ -82,6 +82,7 @@ KNOWN = frozenset(
         "STRATA_ROUND_STORES",
         "STRATA_RUN_ID",
         "STRATA_SEEN_IMPORTS",
+        "STRATA_SESSIONS",
         "STRATA_SHIP_LOGS",
         "STRATA_SIGNING_KEY",
         "STRATA_SLOT",

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     ClockResumed,
     Command,
     DeregisterWorker,
@@ -114,7 +115,7 @@ def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
             return "decide"  # At most once for each of what there is: there is an end to them.
-        case ArriveAtBarrier():
+        case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
             return "refuse"
@@ -161,6 +162,9 @@ class Engine:
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.require_leading: Callable[[], None] = lambda: None
         """Raises what commands are refused with while another coordinator leads."""
+        self.confirmed: Callable[[], Awaitable[None]] | None = None
+        """Among several coordinators: returns when nobody else can have led up to now, or raises what to answer instead. What is answered
+        without being written (refusals, swaps that were too late) rests on it."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -380,6 +384,11 @@ class Engine:
         events.extend(own)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
+        if answers and not hard and self.confirmed is not None:
+            try:
+                await self.confirmed()
+            except StrataError as error:
+                answers = [(answered, error) for answered, _ in answers]
         if events:
             self.revision += 1
             self.on_events(len(events))

@@ -40,9 +40,12 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierArrived,
     BarrierBroken,
     BarrierReleased,
+    BarrierTicket,
+    BarrierTickets,
     BeginAttempt,
     CancelDrain,
     CheckpointCompleted,
@@ -65,6 +68,7 @@ from strata.core.messages import (
     Event,
     HandoverRecorded,
     Heartbeat,
+    HeartbeatsFolded,
     HostCleared,
     HostDrained,
     HostDrainStarted,
@@ -185,12 +189,11 @@ class Cluster:
                 fact(removed)
                 return Accepted(reason=removed.reason)
             case ArriveAtBarrier():
-                member = self.membership.admit(
-                    command.worker_id, incarnation=command.incarnation, generation=command.generation
+                return self._arrive(command, now, fact)
+            case ArriveTogether():
+                return BarrierTickets(
+                    tickets=tuple(self._ticket(each, now, fact) for each in command.arrivals)
                 )
-                events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
-                _each(fact, events)
-                return ticket
             case NotifyCheckpoint():
                 return self._notify_checkpoint(command, now, fact)
             case ReconcileCheckpoints():
@@ -283,6 +286,23 @@ class Cluster:
                 _each(fact, self.drains.decide_tick(now))
                 return Accepted(reason="time passed")
         assert_never(command)
+
+    def _arrive(self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]) -> BarrierTicket:
+        member = self.membership.admit(
+            command.worker_id, incarnation=command.incarnation, generation=command.generation
+        )
+        events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
+        _each(fact, events)
+        return ticket
+
+    def _ticket(
+        self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]
+    ) -> BarrierTicket | Refused:
+        """One that is refused changes nothing, and does not keep those from arriving who came with it."""
+        try:
+            return self._arrive(command, now, fact)
+        except Refused as refusal:
+            return refusal
 
     def _quarantine_failed(
         self, command: ReportFailure, job: JobId, now: Instant, fact: Callable[[Event], None]
@@ -443,6 +463,8 @@ class Cluster:
         match observation:
             case Heartbeat():
                 self.membership.take_heartbeat(observation, now)
+            case HeartbeatsFolded():
+                self.membership.take_heartbeats(observation, now)
             case WorkerConnected():
                 self.membership.take_connection(observation, now)
             case WorkerDisconnected():

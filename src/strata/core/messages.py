@@ -8,7 +8,7 @@ Everything is frozen and plain, so that any of it can be written down, compared 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -88,10 +88,12 @@ __all__ = [
     "AgentConnected",
     "AgentDisconnected",
     "ArriveAtBarrier",
+    "ArriveTogether",
     "BarrierArrived",
     "BarrierBroken",
     "BarrierReleased",
     "BarrierTicket",
+    "BarrierTickets",
     "BeginAttempt",
     "CancelDrain",
     "Cause",
@@ -120,9 +122,11 @@ __all__ = [
     "Event",
     "ExitCause",
     "FileSpan",
+    "FoldedBeat",
     "Gpu",
     "HandoverRecorded",
     "Heartbeat",
+    "HeartbeatsFolded",
     "HostCleared",
     "HostDrainStarted",
     "HostDrained",
@@ -231,6 +235,13 @@ class ArriveAtBarrier:
     expected: int
     call_id: str
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArriveTogether:
+    """Arrivals of several workers of one machine. Each is accepted or refused for itself: see `BarrierTickets`."""
+
+    arrivals: tuple[ArriveAtBarrier, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,6 +505,7 @@ Command = (
     | RegisterDataset
     | RemoveDataset
     | ArriveAtBarrier
+    | ArriveTogether
     | NotifyCheckpoint
     | ReconcileCheckpoints
     | CreateTask
@@ -530,6 +542,21 @@ class Heartbeat:
     worker_id: WorkerId
     incarnation: int
     report: Report
+
+
+class FoldedBeat(NamedTuple):
+    """One worker of a folded heartbeat. Without a report it has nothing new to say; one is read when somebody looks at it."""
+
+    worker_id: WorkerId
+    incarnation: int
+    report: Callable[[], Report] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatsFolded:
+    """These workers of one machine are alive. Who is no longer a member is left out: it is notified of that otherwise."""
+
+    beats: tuple[FoldedBeat, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -613,6 +640,7 @@ class ClockResumed:
 
 Observation = (
     Heartbeat
+    | HeartbeatsFolded
     | WorkerConnected
     | WorkerDisconnected
     | ProgressReported
@@ -653,6 +681,13 @@ class BarrierTicket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierTickets:
+    """For each of the arrivals, in their order."""
+
+    tickets: tuple[BarrierTicket | Refused, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
     """Whether the swap was made, and what is stored now (version 0: nothing)."""
 
@@ -678,7 +713,7 @@ class Accepted:
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Reconciled | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | BarrierTickets | Swapped | Reconciled | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,17 +78,18 @@ async def next_message(context: Context) -> Any:
     return None if message is _END else message
 
 
-async def read_hello(context: Context, *, of: str, named: str) -> Any:
-    """The first message of a stream, which says whose it is."""
+async def read_hello(context: Context, *, of: str, named: str, also: str = "") -> Any:
+    """The hello of a stream, which says whose it is; `also` is another body that does."""
     hint = f"Send {named} first."
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             first = await next_message(context)
     except TimeoutError:
         raise InvalidArgument("hello", "did not come.", hint=hint) from None
-    if first is None or first.WhichOneof("body") != "hello":
+    body = first.WhichOneof("body") if first is not None else None
+    if body is None or body not in ("hello", also):
         raise InvalidArgument("hello", f"must be the first message of {of}.", hint=hint)
-    return first.hello
+    return getattr(first, body)
 
 
 def own_key(key: str, caller: Principal) -> str:

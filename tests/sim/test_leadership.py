@@ -258,7 +258,7 @@ MISTAKES = [
     old_news_of_who_leads_is_believed_for_ever,
 ]
 
-SHOWN_BY = {
+SHOWN_BY: dict[Callable[[Patch], None], int] = {
     what_is_not_written_is_not_confirmed: 18,
     leases_count_from_their_answer: 135,
     leases_count_longer_than_they_are: 81,

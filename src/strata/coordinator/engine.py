@@ -27,7 +27,12 @@ from itertools import islice
 from typing import Literal, Protocol, TypeVar
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.compaction import CompactsInPieces, SnapshotInPieces
+from strata.coordinator.journal.compaction import (
+    CompactsInPieces,
+    JournalSizes,
+    MeasuresItself,
+    SnapshotInPieces,
+)
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
 from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
@@ -265,6 +270,10 @@ class Engine:
 
         self.post(command, answered, client=client)
         return await future
+
+    @property
+    def journal_sizes(self) -> JournalSizes | None:
+        return self._journal.sizes() if isinstance(self._journal, MeasuresItself) else None
 
     @property
     def is_settled(self) -> bool:

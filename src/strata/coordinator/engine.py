@@ -68,10 +68,10 @@ SNAPSHOT_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """A batch ends with the command that brings it to this: a full disk must be noticed before it is written."""
 LOOK_S = 1.0
-PIECE_S = 0.001
+PIECE_S = 0.0005
 """How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
-PIECE_EVENTS = 500
-PIECE_REST = 3.0
+PIECE_EVENTS = 100
+PIECE_REST = 9.0
 """Everything else has so many times as long before the next piece."""
 
 

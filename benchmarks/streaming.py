@@ -1,7 +1,7 @@
 """Streaming a dataset from a real SeaweedFS server beside bare obstore: `python -m benchmarks.streaming`.
 
 The same objects are fetched by obstore alone, in ranges of a block with as many threads as Strata uses, and read as samples by an
-`ElasticLoader`: from a cold cache in order, from a cold cache shuffled, and again from the warm one. Every figure is the median of
+`ElasticLoader`: from a cold cache in order, from a cold cache shuffled, again from the warm one, and without a cache. Every figure is the median of
 several runs, taken in turn; bytes are those of the samples.
 """
 
@@ -55,6 +55,11 @@ def _measure(cache: Path, megabytes: int, runs: int) -> None:
     def cold() -> None:
         forget_fetched()
         shutil.rmtree(cache, ignore_errors=True)
+        os.environ.pop("STRATA_CACHE_LIMIT_MB", None)
+
+    def without() -> None:
+        cold()
+        os.environ["STRATA_CACHE_LIMIT_MB"] = "0"
 
     cases: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {
         "obstore alone": (lambda: None, lambda: _bare(shards)),
@@ -62,6 +67,7 @@ def _measure(cache: Path, megabytes: int, runs: int) -> None:
         "cold cache, shuffled": (cold, lambda: _epoch(shuffle=True)),
         "warm cache, shuffled": (forget_fetched, lambda: _epoch(shuffle=True)),
         "warm cache, in order": (forget_fetched, lambda: _epoch(shuffle=False)),
+        "no cache, in order": (without, lambda: _epoch(shuffle=False)),
         "first batch, cold": (cold, _first_batch),
     }
     found: dict[str, list[float]] = {name: [] for name in cases}

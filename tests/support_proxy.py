@@ -1,16 +1,18 @@
-"""A TCP proxy that misbehaves on request: latency, cut connections, connections that are there but silent."""
+"""A TCP proxy that misbehaves on request: latency, bytes that trickle, resets, connections that are there but silent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Link = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 CHUNK_BYTES = 65_536
+TRICKLE_S = 0.001
 
 
 class Proxy:
@@ -23,6 +25,13 @@ class Proxy:
         self.latency_s = 0.0
         self.refusing = False
         """New connections are closed at once."""
+        self.trickle_bytes = 0
+        """If given, what comes is passed on in pieces of this size, with a pause after each."""
+        self.reset_after_bytes = 0
+        """If given, a connection is reset once so much has passed through it, in the middle of whatever is being said."""
+        self.resets_s: list[float] = []
+        self.accepted_s: list[float] = []
+        """When connections were reset, and accepted, by the machine's monotonic clock."""
         self._links: set[Link] = set()
         self._stalled: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +102,7 @@ class Proxy:
             return
         link = (writer, far_writer)
         self._links.add(link)
+        self.accepted_s.append(time.monotonic())
         try:
             await asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
         except asyncio.CancelledError:
@@ -104,10 +114,17 @@ class Proxy:
                 end.transport.abort()
 
     async def _pump(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed_bytes = 0
         with contextlib.suppress(ConnectionError):
-            while data := await reader.read(CHUNK_BYTES):
-                if self.latency_s:
-                    await asyncio.sleep(self.latency_s)
+            while data := await reader.read(self.trickle_bytes or CHUNK_BYTES):
+                if self.latency_s or self.trickle_bytes:
+                    await asyncio.sleep(self.latency_s or TRICKLE_S)
+                passed_bytes += len(data)
+                if self.reset_after_bytes and passed_bytes > self.reset_after_bytes:
+                    self.resets_s.append(time.monotonic())
+                    for end in link:
+                        end.transport.abort()
+                    return
                 if link not in self._stalled:
                     writer.write(data)
                     await writer.drain()

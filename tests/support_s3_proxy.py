@@ -58,7 +58,14 @@ class CutBody:
     after_bytes: int
 
 
-Spoil = Answer | Hang | Reset | LoseReply | CutBody
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Ask the server only once `release` is set."""
+
+    release: threading.Event
+
+
+Spoil = Answer | Hang | Reset | LoseReply | CutBody | Hold
 
 
 @dataclass(slots=True)
@@ -144,7 +151,9 @@ class S3Proxy:
         spoil = self._verdict(request)
         if isinstance(spoil, Reset):
             return False
-        passed_on = spoil is None or isinstance(spoil, LoseReply | CutBody)
+        if isinstance(spoil, Hold):
+            await asyncio.to_thread(spoil.release.wait, 60)
+        passed_on = spoil is None or isinstance(spoil, LoseReply | CutBody | Hold)
         if passed_on:
             server_side.write(head)
         if headers.get("expect", "").lower() == "100-continue":

@@ -107,7 +107,7 @@ def test_every_problem_is_reported_at_once_with_its_position(tmp_path: Path) -> 
         f"coordinator.http_port in {file}: must be a whole number, not 'many'",
         f"coordinator.max_workers in {file}: must be between 1 and 1,000,000, not 0",
         "coordinator.nonsense",
-        "known are agent_grace, allowed_hosts, barrier_timeout",
+        "known are advertise, agent_grace, allowed_hosts",
         "the environment variable STRATA_GRPC_PORT: must be between 0 and 65,535, not 70000",
         "--heartbeat-timeout: must be a finite number, not nan",
         "0.0.0.0 can be reached from other machines",

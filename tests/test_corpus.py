@@ -23,7 +23,8 @@ from strata.checkpoint.dcp import StrataStorageReader
 from strata.checkpoint.errors import NewerFormat
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.sqlite import JournalError, SqliteJournal, read_story
+from strata.coordinator.journal.protocol import JournalError
+from strata.coordinator.journal.sqlite import SqliteJournal, read_story
 from strata.coordinator.logs.archive import LogArchive, LogFilter
 from strata.core.cluster import Cluster
 from strata.core.messages import CheckpointId, JobId, WorkerId

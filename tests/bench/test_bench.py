@@ -11,6 +11,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from strata.bench.coordinator.crowd import measure
 from strata.bench.coordinator.fleet import Fleet, heartbeat
 from strata.bench.coordinator.serving import HOST, bare_grpc_server, served_coordinator
 from strata.bench.coordinator.suite import watched
@@ -31,6 +32,8 @@ def test_coordinator_bench_measures_every_figure() -> None:
         "shard plan",
         "shard look-ups",
         "heartbeats over",
+        "heartbeats of",
+        "machines with agents, p99",
         "unary Heartbeat",
         "unary GetDataShard",
         "barrier of",
@@ -52,6 +55,20 @@ async def test_a_fleet_keeps_to_the_flow_control_of_its_coordinator() -> None:
         async with Fleet(coordinator, 2) as fleet:
             # Several times what a stream may carry before it is read.
             assert await fleet.barrier("full", 1, beats_before=2_000) > 0
+
+
+@pytest.mark.parametrize("through_agents", [True, False], ids=["with agents", "a session each"])
+@pytest.mark.parametrize(
+    ("workers", "rack"),
+    [(500, 50), pytest.param(10_000, 500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+async def test_a_crowd_joins_beats_meets_loses_a_rack_and_sees_the_next_generation(
+    workers: int, rack: int, through_agents: bool
+) -> None:
+    """Every step awaits all of them: one that is failed by mistake, or not notified, fails it."""
+    crowd = await measure(workers, through_agents=through_agents, rack=rack, watch_s=1.0)
+    assert (crowd.workers, crowd.lost) == (workers, rack)
+    assert crowd.rss_bytes < 1e9
 
 
 async def test_a_barrier_that_breaks_is_not_measured() -> None:

@@ -92,3 +92,31 @@ def test_an_index_of_samples_that_is_none_is_refused(folder: Path, tmp_path: Pat
         DatasetReader(tmp_path / "bad.samples")
     ran = strata("index", str(folder / "b.jsonl"))
     assert (ran.code, "--output" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", [("data", "stat"), ("data", "head"), ("data", "sample"), ("index", "--samples")]
+)
+def test_the_next_step_is_said_in_words_of_the_command_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    """What an error suggests is typed as it stands, and helps."""
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / "b.jsonl").write_bytes(lines(ROWS[:3]))
+    ran = strata(*command, str(tmp_path))
+    assert (ran.code, "--format" in ran.err, "format=" in ran.err) == (1, True, False)
+    assert strata(*command, str(tmp_path / "b.jsonl"), "--format", "text").code == 0
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(lines(ROWS[:1]) + b"{no json\n" + lines(ROWS[1:2]))
+    if command[0] == "data":
+        ran = strata("data", "head", str(bad))
+        assert (ran.code, "--on-bad skip" in ran.err, "on_bad=" in ran.err) == (1, True, False)
+    ran = strata(*command, str(bad), "--on-bad", "skip")
+    assert ran.code == 0, ran.err
+
+
+def test_what_verify_is_told_to_skip_is_not_damage(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(lines(ROWS[:1]) + b"{no json\n" + lines(ROWS[1:2]))
+    ran = strata("data", "verify", str(bad))
+    assert (ran.code, "line 2" in ran.out) == (1, True)
+    ran = strata("data", "verify", str(bad), "--on-bad", "skip")
+    assert (ran.code, "2 samples read" in ran.out) == (0, True)

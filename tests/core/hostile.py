@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strata.core.faults.failures import Failure, WorkerError
 from strata.core.messages import (
     ArriveAtBarrier,
+    ArriveTogether,
     BeginAttempt,
     CancelDrain,
     CheckpointId,
@@ -21,6 +22,7 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     ExitCause,
     FileSpan,
     JobId,
@@ -94,6 +96,18 @@ def built(kind: Any, /, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 workers = names.map(WorkerId)
 datasets = names.map(DatasetId)
 
+_arrivals = built(
+    ArriveAtBarrier,
+    worker_id=workers,
+    incarnation=counts,
+    generation=counts,
+    barrier_id=names,
+    step=counts,
+    expected=counts,
+    call_id=texts,
+    timeout_s=seconds,
+)
+
 by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
     RegisterWorker: built(
         RegisterWorker,
@@ -128,17 +142,8 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
             files=st.lists(built(FileSpan, path=texts, samples=counts), max_size=2).map(tuple),
         ),
     ),
-    ArriveAtBarrier: built(
-        ArriveAtBarrier,
-        worker_id=workers,
-        incarnation=counts,
-        generation=counts,
-        barrier_id=names,
-        step=counts,
-        expected=counts,
-        call_id=texts,
-        timeout_s=seconds,
-    ),
+    ArriveAtBarrier: _arrivals,
+    ArriveTogether: built(ArriveTogether, arrivals=st.lists(_arrivals, max_size=3).map(tuple)),
     NotifyCheckpoint: built(
         NotifyCheckpoint,
         worker_id=workers,
@@ -288,6 +293,7 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
         seconds=seconds,
         reason=texts,
     ),
+    EndHang: built(EndHang, job_id=names.map(JobId), step=counts),
     ReportSlow: built(
         ReportSlow, job_id=names.map(JobId), worker_id=workers, slow=st.booleans(), reason=texts
     ),

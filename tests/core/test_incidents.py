@@ -7,10 +7,11 @@ from typing import Literal
 import pytest
 
 from strata.core.event_text import describe
-from strata.core.faults.failures import Failure, WorkerError
+from strata.core.faults.failures import HANG, Failure, WorkerError
 from strata.core.faults.incidents import IncidentView
 from strata.core.messages import (
     DEFAULT_JOB,
+    EndHang,
     IncidentClosed,
     IncidentReported,
     InvalidArgument,
@@ -196,6 +197,47 @@ def test_a_slow_rank_is_an_incident_until_it_is_no_longer_slow(fleet: Fleet) -> 
         fleet.do(ReportSlow(job_id=JobId("default"), worker_id=WorkerId("b"), slow=slow, reason="3× slower"))
     (incident,) = shown(fleet)
     assert (incident.subject, incident.state) == ("slow_rank", "recovered")
+
+
+def hung(rank: int, *, waits: bool = False, step: int = 40) -> Failure:
+    said = "it waits for other ranks" if waits else "it is stuck itself"
+    error = WorkerError(type=HANG, message=f"no step for 9 s; {said}", traceback="File a.py", step=step)
+    return Failure(rank=rank, host="h1", pid=100 + rank, error=error)
+
+
+def test_a_rank_that_hangs_and_is_not_ended_is_an_incident_until_steps_are_made_again(fleet: Fleet) -> None:
+    report(fleet, hung(0, waits=True))
+    report(fleet, hung(1))
+    (incident,) = shown(fleet)
+    assert (incident.state, incident.failure_class, incident.rank) == ("open", "hang", 1)
+    assert (incident.decision, "hang_policy" in incident.reason) == ("continue", True)
+    assert fleet.cluster.incidents.hanging() == {DEFAULT_JOB: 40}
+    fleet.tick(3.0)
+    fleet.do(EndHang(job_id=DEFAULT_JOB, step=41))
+    fleet.do(EndHang(job_id=DEFAULT_JOB, step=42))
+    (incident,) = shown(fleet)
+    assert (incident.state, incident.lost_steps, incident.closed_reason) == (
+        *("recovered", 0),
+        "step 41 was made after 3.0 s",
+    )
+    assert incident.lost_gpu_s == 6.0, "two workers have waited"
+    assert fleet.cluster.incidents.hanging() == {}
+    report(fleet, hung(0, step=50))
+    assert [(one.rank, one.state) for one in shown(fleet)] == [(0, "open"), (1, "recovered")]
+
+
+def test_a_rank_that_hung_and_is_killed_for_it_is_one_incident_with_both(fleet: Fleet) -> None:
+    report(fleet, hung(0, waits=True))
+    report(fleet, hung(1))
+    report(fleet, killed(1))
+    (incident,) = shown(fleet)
+    assert (incident.decision, incident.rank, len(incident.failures)) == ("restart", 1, 2)
+    assert "was killed by SIGKILL" in incident.text
+    assert fleet.cluster.incidents.hanging() == {}, "its end is known: steps of others do not close it"
+    fleet.do(EndHang(job_id=DEFAULT_JOB, step=41))
+    recover(fleet)
+    assert [one.state for one in shown(fleet)] == ["recovered"]
+    assert shown(fleet)[0].lost_steps == 7
 
 
 def test_a_report_without_failures_or_with_endless_ones_is_refused(fleet: Fleet) -> None:

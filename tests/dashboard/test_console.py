@@ -179,7 +179,9 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.base = own.url
     page.open("/")
     page.see(f"COORDINATOR_ADDR={own.address} strata torchrun --nproc-per-node=2 train.py", css="main code")
-    page.see(role="button", name="Copy on one machine")
+    page.allow("clipboard-read")
+    page.click("button", "Copy on one machine")
+    page.see("Copied", css="main [role=status]", within_s=30)
     page.click("button", "Run the sample")
     page.until("location.pathname.startsWith('/runs/task-')")
     task = page.url.rpartition("/")[2]
@@ -198,6 +200,12 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.open("/tasks")
     page.until("location.pathname === '/runs'")
     page.see(css="[role=row]:has-text('sample'):has-text('stopped')")
+    page.open(f"/runs/{task}")
+    page.click("button", "Restart", exact=True)
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] in ("pending", "running"), within_s=60)
+    page.see(role="button", name="Stop", exact=True)
+    own.post(f"/api/tasks/{task}/stop", {})
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=90)
 
 
 def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: Browser) -> None:

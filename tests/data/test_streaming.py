@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -30,6 +31,7 @@ from strata.data.tokens.errors import InvalidIndex
 from strata.data.tokens.index import TokenIndex
 from strata.stores import open_store
 from tests.support_datasets import in_members, lines, mds, tar
+from tests.support_s3_proxy import s3_proxy
 from tests.support_seaweed import Seaweed, seaweed
 
 pytestmark = pytest.mark.s3
@@ -139,14 +141,94 @@ def test_without_a_cache_everything_is_still_read(own_cache: Path, monkeypatch: 
     url = upload("uncached", FORMATS["jsonl"]())
     monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "0")
     assert [row["id"] for row in DatasetReader(url).read([5, 1500])] == [5, 1500]
-    assert not list((own_cache / "blocks").rglob("??/*"))
+    assert not blocks(own_cache)
     monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "much")
     with pytest.raises(DataError, match="STRATA_CACHE_LIMIT_MB is 'much'"):
         DatasetReader(url)[0]
 
 
+@contextlib.contextmanager
+def counted(
+    server: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], list[tuple[str, int]]]]:
+    """The ranges that objects are asked for meanwhile: file and bytes of each."""
+    with s3_proxy(server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        sources._store_of.cache_clear()
+
+        def asked() -> list[tuple[str, int]]:
+            sources.forget_fetched()
+            ranges = [
+                (request.path.rpartition("/")[2], request.headers["range"].removeprefix("bytes=").split("-"))
+                for request in proxy.seen
+                if request.method == "GET" and "range" in request.headers
+            ]
+            return [(file, int(last) - int(first) + 1) for file, (first, last) in ranges]
+
+        yield asked
+
+
+@pytest.mark.parametrize("limit", ["none", "smaller than the dataset"])
+@pytest.mark.parametrize("kind", ["mds", "webdataset"])
+def test_a_shuffled_read_that_no_cache_holds_fetches_only_its_samples(
+    kind: str, limit: str, server: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = upload(f"exactly/{kind}", FORMATS[kind]())
+    found = discover(url)
+    sources.forget_fetched()
+    if limit == "none":
+        monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "0")
+    else:
+        monkeypatch.setattr(caches, "_limit_mb", lambda: 0.25)
+    with counted(server, monkeypatch) as asked:
+        dataset = ElasticDataset(found, transform=plain)
+        sampler = ElasticSampler(len(dataset), global_batch_size=50, seed=1)
+        loader = ElasticLoader(dataset, sampler, collate_fn=list)
+        seen = [row["id"] for _, batch in zip(range(8), loader, strict=False) for row in batch.data]
+        assert len(set(seen)) == len(seen) == 400
+        announced = 400 + 64 * 50  # Batches that the loader had fetched ahead when it was left.
+        ranges = asked()
+        of_samples = sum(size for _, size in ranges if size <= 2_048)
+        assert sum(size for _, size in ranges) - of_samples <= 20 * BLOCK_BYTES, "whole blocks for samples"
+        assert len(ranges) <= min(announced, len(ROWS)) + 20, "what was fetched ahead was fetched again"
+
+
+def test_what_is_read_out_of_order_is_not_read_ahead(
+    own_cache: Path, server: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.random.default_rng(1).bytes(20 * BLOCK_BYTES)
+    url = upload("ahead", {"x.bin": data}) + "/x.bin"
+    with counted(server, monkeypatch) as asked:
+        source = sources.StoredSource(url)
+        for offset in (0, 7 * BLOCK_BYTES, 3 * BLOCK_BYTES + 5):
+            assert source.read(offset, 100) == data[offset : offset + 100]
+            assert source.read(offset + 100, 100) == data[offset + 100 : offset + 200]
+        assert asked() == [("x.bin", BLOCK_BYTES)] * 3
+        at = 10 * BLOCK_BYTES
+        for offset in range(at, at + BLOCK_BYTES, 1_000):
+            source.read(offset, 1_000)
+        assert len(asked()) == 3 + 1 + sources.READ_AHEAD_BLOCKS + 1, (
+            "a run from front to back is fetched ahead"
+        )
+
+
+def test_without_a_disk_a_run_is_read_ahead_into_memory(
+    server: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "0")
+    data = np.random.default_rng(1).bytes(20 * BLOCK_BYTES)
+    url = upload("memory-alone", {"x.bin": data}) + "/x.bin"
+    with counted(server, monkeypatch) as asked:
+        source = sources.StoredSource(url)
+        read = b"".join(source.read(offset, 1_000) for offset in range(0, len(data), 1_000))
+        assert read == data
+        assert sum(size for _, size in asked()) <= len(data) + BLOCK_BYTES
+
+
 def blocks(cache: Path) -> list[Path]:
-    return sorted(path for path in (cache / "blocks").rglob("??/*") if path.suffix != ".part")
+    return sorted(
+        path for path in (cache / "blocks").glob("*") if path.suffix != ".part" and path.name != "lock"
+    )
 
 
 def test_a_damaged_block_is_fetched_again(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,14 +284,13 @@ def test_processes_share_a_cache_and_survive_each_others_death(own_cache: Path) 
     expected = str(sum(range(len(ROWS))))
     doomed = [reading(url) for _ in range(2)]
     folder = own_cache / "blocks"
-    while not list(folder.rglob("??/*")):  # They are at it.
+    while not blocks(own_cache):  # They are at it.
         assert all(process.poll() is None for process in doomed)
     for process in doomed:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     # One more left a block half written, with nobody holding it.
-    left = folder / "ab" / f"{'ab' * 16}.part"
-    left.parent.mkdir(exist_ok=True)
+    left = folder / f"{'ab' * 16}.part"
     left.write_bytes(bytes(1000))
     for process in [reading(url) for _ in range(2)]:
         assert process.communicate(timeout=120)[0].strip() == expected
@@ -237,6 +318,66 @@ def test_a_token_index_is_read_in_place(tmp_path: Path, own_cache: Path) -> None
     upload("tokens", {"short.index": data[:-10]})
     with pytest.raises(InvalidIndex, match=r"short\.index: is cut short"):
         TokenIndex(f"{url}/short.index")
+
+
+def token_index(tmp_path: Path, name: str) -> str:
+    (tmp_path / f"{name}.jsonl").write_bytes(lines([{"text": f"{i} " * (40 + i % 300)} for i in range(600)]))
+    build_index([tmp_path / f"{name}.jsonl"], tmp_path / f"{name}.index")
+    return upload(f"ahead/{name}", {"a.index": (tmp_path / f"{name}.index").read_bytes()}) + "/a.index"
+
+
+def remote_tokens(tmp_path: Path) -> dict[str, Any]:
+    """Datasets that are made of remote ones, with the parts of the object that a sample of each is in."""
+    documents = strata.tokens(token_index(tmp_path, "web"))
+    rows = ElasticDataset(upload("ahead/rows", {"a.jsonl": lines(ROWS)}))
+    return {
+        "documents": documents,
+        "sequences": documents.sequences(64),
+        "packed": strata.data.pack(documents, 64),
+        "mapped": strata.data.mapped(rows, lambda row: [row["id"]]),
+        "packed samples": strata.data.pack(strata.data.mapped(rows, lambda row: [[row["id"]] * 9]), 64),
+    }
+
+
+@pytest.mark.parametrize("kind", ["documents", "sequences", "packed", "mapped", "packed samples", "mixture"])
+def test_what_is_made_of_remote_data_is_fetched_ahead_too(
+    kind: str, tmp_path: Path, server: Seaweed, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """The blocks of samples that were announced are on this machine before anybody reads them."""
+    with counted(server, monkeypatch) as asked:
+        sets = remote_tokens(tmp_path)
+        sets["mixture"] = strata.Mixture(
+            {"a": sets["sequences"], "b": sets["documents"]}, weights={"a": 0.5, "b": 0.5}
+        )
+        dataset = sets[kind]
+        assert dataset.is_remote
+        before = len(asked())
+        for path in blocks(own_cache):
+            path.unlink()
+        wanted = [3, 250, 17]
+        ahead = dataset.ahead()
+        ahead.fetch(wanted, in_memory=False)
+        ahead.close()
+        fetched = len(asked())
+        assert fetched > before
+        assert ahead.sample_bytes > 0
+        for number in wanted:
+            assert dataset[number] is not None
+        assert len(asked()) == fetched, "something was not fetched ahead"
+
+
+def test_a_mixture_with_a_remote_index_is_read_by_loader_processes(tmp_path: Path, own_cache: Path) -> None:
+    documents = strata.tokens(token_index(tmp_path, "web"))
+    mix = strata.Mixture(
+        {"web": documents, "own": [{"input_ids": np.arange(32), "labels": np.arange(32)}] * 20},
+        weights={"web": 0.5, "own": 0.5},
+        sequence_length=32,
+    )
+    loader = ElasticLoader(mix, strata.ElasticSampler(mix, global_batch_size=8), num_workers=1)
+    batches = [batch.data["input_ids"] for _, batch in zip(range(3), loader, strict=False)]
+    alone = ElasticLoader(mix, strata.ElasticSampler(mix, global_batch_size=8))
+    for batch, expected in zip(batches, alone, strict=False):
+        assert batch.tolist() == expected.data["input_ids"].tolist()
 
 
 def test_a_listing_that_nobody_may_read_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +454,7 @@ def test_what_was_fetched_is_read_from_memory_within_its_bound(
     url = upload("memory", {"x.bin": data}) + "/x.bin"
     source = sources.StoredSource(url)
     for block in range(9):
-        source.prefetch(block * BLOCK_BYTES, 1)
+        source.prefetch([(block * BLOCK_BYTES, 1)])
         assert source.read(block * BLOCK_BYTES, 50) == data[block * BLOCK_BYTES :][:50]
         assert (
             sum(map(len, sources._fetching._recent.values()))
@@ -322,7 +463,7 @@ def test_what_was_fetched_is_read_from_memory_within_its_bound(
         )
     sources.forget_fetched()
     shutil.rmtree(own_cache)
-    source.prefetch(8 * BLOCK_BYTES, 1)
+    source.prefetch([(8 * BLOCK_BYTES, 1)])
     whole = source.view(8 * BLOCK_BYTES, 100).obj
     assert any(whole is view.obj for view in sources._fetching._recent.values()), (
         "the last block was read from the disk, or copied"

@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,11 @@ import pytest
 
 from strata.data import DatasetReader, discover
 from strata.data.streaming import index_cache
+from strata.data.streaming.sources import BLOCK_BYTES
+from strata.stores import open_store
 from tests.support_datasets import in_members, lines, tar, zstd
+from tests.support_s3_proxy import Hang, Hold, Request, s3_proxy
+from tests.support_seaweed import seaweed
 
 KILLED = """
 import os, signal, sys
@@ -112,6 +118,56 @@ def test_a_killed_build_continues_in_the_middle_of_a_file(
     assert [row.get("id", row.get("json")) for row in DatasetReader(again).read(numbers)] == (
         [{"id": n} for n in numbers] if "tar" in name else numbers
     )
+
+
+@pytest.mark.s3
+def test_the_command_continues_in_the_middle_of_a_file_after_sigkill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`strata index --samples` of an object, held by the server in the middle of it and killed there."""
+    records = [{"id": i, "text": "x" * 60_000} for i in range(400)]
+    data = lines(records)
+    assert len(data) > 5 * BLOCK_BYTES
+    monkeypatch.setenv("STRATA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("STRATA_CACHE_LIMIT_MB", "0")  # What is read again is asked of the server again.
+    command = [sys.executable, "-m", "strata.cli.main", "index", "--samples", "s3://killed/all.jsonl"]
+    command += ["-o", str(tmp_path / "all.samples")]
+
+    def starts_at(request: Request) -> int:
+        return int(request.headers.get("range", "bytes=-1-").removeprefix("bytes=").split("-")[0] or -1)
+
+    with seaweed(tmp_path / "seaweed") as server, s3_proxy(server.endpoint) as proxy:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        open_store("s3://killed").put("all.jsonl", data)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        release = threading.Event()
+        proxy.spoil(Hang(), when=lambda request: starts_at(request) >= 4 * BLOCK_BYTES)
+        proxy.spoil(Hold(release), when=lambda request: starts_at(request) >= 2 * BLOCK_BYTES)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as killed:
+            while not proxy.spoilt:
+                assert killed.poll() is None, killed.stderr.read() if killed.stderr else ""
+                time.sleep(0.02)
+            time.sleep(index_cache.KEEP_EVERY_S)  # It keeps what it has so often.
+            release.set()
+            while not list((tmp_path / "cache").glob("index/*.part.npz")):
+                assert killed.poll() is None
+                time.sleep(0.02)
+            killed.send_signal(signal.SIGKILL)
+        assert not (tmp_path / "all.samples").exists()
+        proxy.heal()
+        proxy.seen.clear()
+        again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (again.returncode, "400 samples in 1 jsonl file" in again.stdout) == (0, True), again.stderr
+        asked = [
+            request.headers["range"].removeprefix("bytes=").split("-")
+            for request in proxy.seen
+            if starts_at(request) >= 0
+        ]
+        read_bytes = sum(int(last) - int(first) + 1 for first, last in asked)
+        assert read_bytes <= len(data) - 2 * BLOCK_BYTES + 100_000, "it has read again what it had read"
+        found = DatasetReader(tmp_path / "all.samples")
+        assert [row["id"] for row in found.read([399, 0, 200])] == [399, 0, 200]
 
 
 def test_what_was_kept_of_another_version_of_a_file_is_not_used(

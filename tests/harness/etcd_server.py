@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support_programs import program
@@ -49,9 +50,15 @@ def port_of_nobody() -> Iterator[int]:
 
 
 class EtcdServer:
-    def __init__(self, folder: Path) -> None:
+    """A member; alone, unless `EtcdCluster` says who else there is. `options`: further arguments."""
+
+    def __init__(self, folder: Path, *, name: str = "n0", options: Sequence[str] = ()) -> None:
         self.folder = folder
+        self.name = name
         self.port, self.peer_port = free_port(), free_port()
+        self.scheme = "http"
+        self.members = f"{name}=http://127.0.0.1:{self.peer_port}"
+        self.options = list(options)
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -59,23 +66,31 @@ class EtcdServer:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        self.begin()
+        self.wait()
+
+    def begin(self) -> None:
+        client, peer = f"{self.scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
         with open(self.folder / "etcd.log", "ab") as log:
             self.process = subprocess.Popen(
                 [
                     program("etcd"),
-                    "--name=n0",
+                    f"--name={self.name}",
                     f"--data-dir={self.folder / 'data'}",
                     f"--listen-client-urls={client}",
                     f"--advertise-client-urls={client}",
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
-                    f"--initial-cluster=n0={peer}",
+                    f"--initial-cluster={self.members}",
                     "--unsafe-no-fsync",
+                    *self.options,
                 ],
                 stdout=log,
                 stderr=log,
             )
+
+    def wait(self) -> None:
+        assert self.process is not None
         deadline_s = time.monotonic() + 60
         while not self.healthy():
             assert self.process.poll() is None, (self.folder / "etcd.log").read_text()
@@ -89,8 +104,55 @@ class EtcdServer:
         except OSError:
             return False
 
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=60)
+        self.process = None
+
     def stop(self) -> None:
         if self.process is not None:
             self.process.terminate()
             self.process.wait(timeout=60)
             self.process = None
+
+
+class EtcdCluster:
+    """Several members on this machine. Use as a context manager."""
+
+    def __init__(self, folder: Path, *, members: int = 3) -> None:
+        self.members = []
+        for number in range(members):
+            (folder / f"n{number}").mkdir(parents=True)
+            self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}"))
+        everyone = ",".join(member.members for member in self.members)
+        for member in self.members:
+            member.members = everyone
+
+    def __enter__(self) -> EtcdCluster:
+        for member in self.members:
+            member.begin()
+        for member in self.members:
+            member.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.stop()
+
+    @property
+    def endpoints(self) -> str:
+        return ",".join(member.endpoint for member in self.members)
+
+    def leader(self) -> EtcdServer:
+        """The member that leads etcd itself."""
+        for member in self.members:
+            if member.process is not None:
+                request = urllib.request.Request(
+                    f"http://{member.endpoint}/v3/maintenance/status", data=b"{}", method="POST"
+                )
+                with urllib.request.urlopen(request, timeout=10) as answer:
+                    status = json.load(answer)
+                if status.get("leader") == status["header"]["member_id"]:
+                    return member
+        raise AssertionError("etcd has no leader")

@@ -17,8 +17,9 @@ import pytest
 
 from strata.coordinator.auth.tokens import TokenStore
 from strata.coordinator.engine import Engine, StorageFull, SystemClock
+from strata.coordinator.journal.protocol import JournalFull
 from strata.coordinator.journal.space import Space
-from strata.coordinator.journal.sqlite import JournalFull, SqliteJournal
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
 from strata.core.messages import RegisterWorker, SwapValue, ValueSwapped
 from strata.rpc import coordinator_pb2 as pb

@@ -16,7 +16,8 @@ import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
 from strata.coordinator.journal.codec import decode, encode
-from strata.coordinator.journal.sqlite import JournalError, SqliteJournal, read_story
+from strata.coordinator.journal.protocol import JournalError
+from strata.coordinator.journal.sqlite import SqliteJournal, read_story
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     DatasetId,

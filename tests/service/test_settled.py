@@ -20,7 +20,8 @@ from strata.coordinator.auth.tokens import TaskTokens, TokenStore
 from strata.coordinator.engine import Engine
 from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
-from strata.coordinator.journal.sqlite import JournalError, SqliteJournal
+from strata.coordinator.journal.protocol import JournalError
+from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.tasks.secrets import TaskSecrets

@@ -7,7 +7,7 @@ engine's rule says which commands are decided, wait or are refused, and a commit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,11 @@ from strata.core.cluster import Cluster, Limits
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierBroken,
     BarrierReleased,
     BarrierTicket,
+    BarrierTickets,
     ClockResumed,
     Command,
     Event,
@@ -57,6 +59,8 @@ class Request:
     worker: str
     what: Command | Query
     answer: Callable[[Any], None]
+    each: Callable[[ArriveAtBarrier, Any], None] | None = None
+    """Of arrivals that came together, on a stream that keeps its order: the answer to each, as soon as there is one."""
 
 
 class Disk:
@@ -156,6 +160,10 @@ class SimCoordinator:
             cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
         return cluster
 
+    @property
+    def boot(self) -> int:
+        return self._boot
+
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         """An action of this boot: it dies with it."""
         boot = self._boot
@@ -238,8 +246,12 @@ class SimCoordinator:
             self.oracle.refused(command, refusal)
             answers.append(partial(self._reply, request, refusal))
             return []
-        self.oracle.decided(command, decision.events)
         reply = decision.reply
+        if isinstance(command, ArriveTogether):
+            assert isinstance(reply, BarrierTickets)
+            answers += self._tickets(request, command, reply, decision.events)
+            return list(decision.events)
+        self.oracle.decided(command, decision.events)
         if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
             self.oracle.reconciled(self.cluster, command)
         if isinstance(command, ReportRecovery):
@@ -249,6 +261,25 @@ class SimCoordinator:
         else:
             answers.append(partial(self._reply, request, reply))
         return list(decision.events)
+
+    def _tickets(
+        self, request: Request, command: ArriveTogether, reply: BarrierTickets, events: Sequence[Event]
+    ) -> list[Callable[[], None]]:
+        assert request.each is not None
+        answers: list[Callable[[], None]] = []
+        accepted = []
+        for arrival, ticket in zip(command.arrivals, reply.tickets, strict=True):
+            alone = Request(
+                worker=request.worker, what=arrival, answer=partial(request.each, arrival), each=request.each
+            )
+            if isinstance(ticket, Refused):
+                self.oracle.refused(arrival, ticket)
+                answers.append(partial(self._reply, alone, ticket))
+            else:
+                accepted.append(arrival)
+                answers.append(partial(self._wait, alone, ticket))
+        self.oracle.decided_together(accepted, events)
+        return answers
 
     def _apply(self, cluster: Cluster, command: Command, now: Instant) -> list[Event]:
         decision = cluster.handle(command, now)
@@ -336,6 +367,9 @@ class SimCoordinator:
     def _reply(self, request: Request, answer: object) -> None:
         if not isinstance(answer, Refused) and not callable(request.what):
             self.oracle.acknowledged(request.what, answer)
+        if request.each is not None:
+            request.answer(answer)
+            return
         self.network.send(request.worker, lambda: request.answer(answer))
 
 

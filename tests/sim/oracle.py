@@ -135,6 +135,16 @@ class Oracle:
         self._must_be_current(command)
         if isinstance(command, ArriveAtBarrier):
             self._calls[command.call_id] = command
+        self._take_all(events)
+
+    def decided_together(self, accepted: Sequence[ArriveAtBarrier], events: Sequence[Event]) -> None:
+        """Arrivals that one machine reported in one message, less those that were refused."""
+        for arrival in accepted:
+            self._must_be_current(arrival)
+            self._calls[arrival.call_id] = arrival
+        self._take_all(events)
+
+    def _take_all(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, BarrierReleased):
                 self._check_release(event)

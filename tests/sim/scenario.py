@@ -29,12 +29,12 @@ STORY_LINES = 80
 class SimulationFailed(AssertionError):
     """Carries what is needed to see it again."""
 
-    def __init__(self, world: World, error: Exception) -> None:
+    def __init__(self, world: World, error: Exception, *, kind: str = "") -> None:
         self.seed = world.seed
         story = "\n".join(world.story[-STORY_LINES:])
         super().__init__(
             f"seed {world.seed}: {error}\n\nThe story, up to there:\n{story}\n\n"
-            f"See all of it with: python -m tests.sim --seed {world.seed} --story"
+            f"See all of it with: python -m tests.sim --seed {world.seed} --story {kind}".rstrip()
         )
 
 
@@ -55,6 +55,9 @@ class Result:
 
 
 class Scenario:
+    options = ""
+    """Of `python -m tests.sim`, to see it again."""
+
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
         self.network = Network(world)
@@ -108,7 +111,7 @@ class Scenario:
         except SimulationFailed:
             raise
         except Exception as error:  # A failure without its seed and story is worth nothing.
-            raise SimulationFailed(self.world, error) from error
+            raise SimulationFailed(self.world, error, kind=self.options) from error
         story = "\n".join(self.world.story).encode()
         return Result(
             seed=self.world.seed,

@@ -10,17 +10,36 @@ import pytest
 import torch
 
 from strata.core.messages import InvalidArgument
-from strata.sinks import SinkRun
+from strata.sinks import Sink, SinkRows, SinkRun
 from strata.training.metric_log import MetricLog
-from tests.training.test_metrics import Collected
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 BUSY_S = 1.0
 
 
+class Collected(Sink):
+    takes_uncommitted = True
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def open(self, run: SinkRun) -> None:
+        pass
+
+    def write(self, rows: SinkRows) -> None:
+        for step, values in zip(rows.steps.tolist(), rows.values.tolist(), strict=True):
+            self.rows.append((step, dict(zip(rows.names, values, strict=True))))
+
+    def close(self) -> None:
+        pass
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, values[name]) for step, values in self.rows if name in values]
+
+
 def opened() -> tuple[MetricLog, Collected]:
-    sink = Collected(takes_uncommitted=True)
+    sink = Collected()
     run = SinkRun(run="r", job="r", generation=1, resumed_step=0)
     return MetricLog(run=run, outbox=None, sinks=[sink], step=lambda: 0), sink
 

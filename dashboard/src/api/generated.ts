@@ -1205,6 +1205,10 @@ export interface StatusView {
   server_time: number;
   jobs: Record<string, number>;
   storage: StorageView | null;
+  role: "leader" | "standby";
+  led_by: string;
+  position: number;
+  behind: number;
 }
 
 /** The disk of the coordinator's journal. */

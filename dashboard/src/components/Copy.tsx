@@ -43,7 +43,7 @@ export function Copyable(props: { label: string; text: string; title?: boolean }
     <div className="flex flex-col gap-1">
       {props.title !== false && <h3 className="text-sm text-muted">{props.label}</h3>}
       <div className="flex items-start gap-1 rounded-md border bg-raised py-1 pr-1 pl-3">
-        <code className="foreign min-w-0 flex-1 py-1 font-mono text-sm break-all whitespace-pre-wrap select-all">{props.text || "–"}</code>
+        <code className="foreign min-w-0 flex-1 py-1 font-mono text-sm wrap-anywhere whitespace-pre-wrap select-all">{props.text || "–"}</code>
         {props.text && <CopyButton text={props.text} label={props.label.toLowerCase()} className="size-7" />}
       </div>
     </div>

@@ -33,7 +33,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
         </p>
         <p className="foreign font-medium break-words">{sentence(incident.text)}</p>
         {facts.length > 0 && <p className="foreign text-sm break-words text-muted">{facts.join(" · ")}</p>}
-        {incident.next_step && <p className="break-words"><span className="text-muted">Next: </span>{incident.next_step}</p>}
+        {incident.next_step && <p className="break-words"><span className="text-muted">Next: </span><Advice text={incident.next_step} /></p>}
       </div>
       <div className="flex shrink-0 basis-full items-center justify-end gap-1 sm:basis-auto sm:items-start">
         <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Why<span className="sr-only"> incident {incident.id}</span></Link>
@@ -42,6 +42,11 @@ export function IncidentCard({ incident }: { incident: Incident }) {
       </div>
     </article>
   );
+}
+
+/** What to do, with its commands as such. */
+export function Advice({ text }: { text: string }) {
+  return text.split("`").map((part, i) => (i % 2 === 1 ? <code key={i} className="font-mono text-[0.92em]">{part}</code> : part));
 }
 
 function sentence(text: string): string {

@@ -43,6 +43,9 @@ interface Props<T> {
 /** About as high as a row is on a phone, where it is a card; measured when it is drawn. */
 const CARD_PX = 120;
 
+/** Of a card nothing is cut off: its text has as many lines as it needs. */
+const CARD_CELL = "flex items-baseline gap-2 break-words [&_.truncate]:whitespace-normal [&>*:last-child]:min-w-0";
+
 const features = tableFeatures({ rowSortingFeature, sortedRowModel: createSortedRowModel() });
 
 function compare(a: unknown, b: unknown): number {
@@ -82,6 +85,8 @@ export function Table<T extends object>(props: Props<T>) {
     if (selectedIndex >= 0) virtual.scrollToIndex(selectedIndex, { align: "auto" });
   }, [selectedIndex, virtual]);
 
+  // What has no header is a control.
+  const title = columns.find((column) => column.header !== "");
   const template = columns.map((column) => column.width ?? "minmax(6rem, 1fr)").join(" ");
   const toggle = (column: Column<T>) => {
     if (!column.value || !props.onSort) return;
@@ -155,8 +160,8 @@ export function Table<T extends object>(props: Props<T>) {
                 style={{ transform: `translateY(${item.start}px)`, ...(narrow ? {} : { gridTemplateColumns: template, height: item.size }) }}
               >
                 {columns.map((column) => (
-                  <div key={column.id} role="cell" className={`min-w-0 px-2 ${narrow && column.wide ? "[&_.truncate]:whitespace-normal" : "truncate"} ${narrow ? `${column.wide ? "col-span-2 " : ""}flex items-baseline gap-2 first:col-span-2 first:font-medium [&>*:last-child]:min-w-0` : column.align === "right" ? "text-right" : ""}`}>
-                    {narrow && column !== columns[0] && !column.wide && <span aria-hidden className="shrink-0 text-sm text-muted">{column.header}</span>}
+                  <div key={column.id} role="cell" className={`min-w-0 px-2 ${narrow ? (column.header === "" ? "absolute top-2 right-1" : `${CARD_CELL} ${column === title ? "col-span-2 pr-8 font-medium" : column.wide ? "col-span-2" : ""}`) : `truncate ${column.align === "right" ? "text-right" : ""}`}`}>
+                    {narrow && column !== title && column.header !== "" && !column.wide && <span aria-hidden className="shrink-0 text-sm text-muted">{column.header}</span>}
                     {column.cell ? column.cell(row.original) : <span className="foreign">{column.value?.(row.original) ?? "–"}</span>}
                   </div>
                 ))}

@@ -1,7 +1,9 @@
 import { describe, expect, it } from "vitest";
 
-import { hasSurvived, rankOf, whoSurvived } from "./runs";
+import { initialState } from "./reducer";
+import { hasSurvived, rankOf, runsOf, whoSurvived } from "./runs";
 import { NOW, recovery } from "./samples";
+import type { State } from "./types";
 
 describe("the rank of a worker", () => {
   const of = (id: string, rank: number | null) => rankOf({ id, job_id: "job", rank });
@@ -42,4 +44,9 @@ describe("who survived a recovery", () => {
     expect(hasSurvived(row("came later", NOW + 5, null), r)).toBe(false);
     expect(hasSurvived(row("stays", NOW - 60, null), { ...r, survived: 0 })).toBe(false);
   });
+});
+
+it("a run that nobody is in any more, and that has saved nothing, keeps what it reported last", () => {
+  const state = { ...initialState(), jobs: new Map([["over", { id: "over", at: NOW - 60, step: 42, loss: 5, goodput: 0.5, tokens_per_second: null, samples_per_second: null, step_time_s: null }]]) };
+  expect(runsOf(state as State)).toMatchObject([{ id: "over", status: "ended", step: 42, loss: 5, goodput: 0.5, alive: 0 }]);
 });

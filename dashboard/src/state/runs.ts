@@ -25,6 +25,8 @@ export interface Run {
   goodput: number | null;
   generation: number;
   startedAt: number | null;
+  /** When a worker of it last reported something. */
+  reportedAt: number | null;
   /** Newest first. */
   checkpoints: Checkpoint[];
   /** Newest first. */
@@ -61,6 +63,7 @@ function runIds(state: State): string[] {
   for (const worker of state.workers.values()) ids.add(worker.job_id);
   for (const checkpoint of state.checkpoints) ids.add(checkpoint.job_id);
   for (const recovery of state.recoveries) ids.add(recovery.job_id);
+  for (const id of state.jobs.keys()) ids.add(id); // Whoever has reported something keeps it.
   // A task is a run from the moment it is created: its workers join as a job of its name, or say what they work on.
   const working = new Set([...state.workers.values()].map((w) => w.current_task));
   for (const task of state.tasks) if (!working.has(task.id)) ids.add(task.id);
@@ -82,7 +85,7 @@ export function runsOf(state: State): Run[] {
 function emptyRun(id: string, state: State): Run {
   return {
     id, name: id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "", goodput: null,
-    generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
+    generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, reportedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
   };
 }
 
@@ -115,6 +118,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     throughputUnit: speed.unit,
     goodput: last?.goodput ?? null,
     startedAt,
+    reportedAt: last?.at ?? null,
     task,
     risk: riskOf(run.checkpoints, alive, step, startedAt),
   };
@@ -165,7 +169,7 @@ export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | nul
 }
 
 function lastActive(run: Run): number {
-  return Math.max(0, run.task?.completed_at ?? run.task?.created_at ?? 0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
+  return Math.max(run.reportedAt ?? 0, run.task?.completed_at ?? run.task?.created_at ?? 0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
 }
 
 /** What tells a worker apart from the others of its run. */

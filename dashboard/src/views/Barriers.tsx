@@ -99,8 +99,8 @@ function Waiting(props: { barrier: Barrier }) {
 function Missing(props: { name: string; now: number }) {
   const worker = useStore((state) => state.workers.get(props.name));
   return (
-    <li className="flex min-w-0 items-center gap-3">
-      <span className="min-w-0 flex-1"><WorkerLink id={props.name} /></span>
+    <li className="flex min-w-0 flex-wrap items-center gap-x-3">
+      <span className="min-w-0 basis-full sm:flex-1 sm:basis-0"><WorkerLink id={props.name} /></span>
       {worker ? (
         <>
           <span className="text-faint">step {count(worker.current_step)}</span>

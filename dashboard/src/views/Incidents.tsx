@@ -11,7 +11,7 @@ import { Facts } from "../components/Card";
 import { Copyable } from "../components/Copy";
 import { Button, Input, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
-import { IncidentPill } from "../components/IncidentCard";
+import { Advice, IncidentPill } from "../components/IncidentCard";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
 import { Table, type Column } from "../components/Table";
@@ -33,7 +33,7 @@ const COLUMNS: readonly Column<Incident>[] = [
   { id: "run", header: "Run", value: (each) => each.run, cell: (each) => <RunLink id={each.run} />, width: "minmax(9rem, 1fr)" },
   { id: "rank", header: "First rank", value: (each) => each.rank, cell: (each) => (each.rank === null ? "–" : count(each.rank)), align: "right", width: "96px" },
   { id: "lost", header: "Steps lost", value: (each) => each.lost_steps, cell: (each) => count(each.lost_steps), align: "right", width: "100px" },
-  { id: "gpu", header: "Cost, GPU-s", value: (each) => each.lost_gpu_s, cell: (each) => count(each.lost_gpu_s), align: "right", width: "112px" },
+  { id: "gpu", header: "Cost", value: (each) => each.lost_gpu_s, cell: (each) => (each.lost_gpu_s === null ? "–" : `${count(each.lost_gpu_s)} ${deviceOf(each)}-s`), align: "right", width: "112px" },
 ];
 
 export function Incidents() {
@@ -62,6 +62,7 @@ export function Incidents() {
             {Object.entries(CLASSES).map(([value, label]) => <option key={value} value={value}>{label}</option>)}
             <option value="save">Failed saves</option>
             <option value="slow_rank">Slow ranks</option>
+            <option value="quarantine">Machines in quarantine</option>
           </Select>
           <Select aria-label="State" value={state ?? ""} onChange={(event) => setFilters({ state: event.target.value || undefined })}>
             <option value="">All states</option>
@@ -126,7 +127,7 @@ function Detail({ incident, now }: { incident: Incident; now: number }) {
     <div className="flex flex-col gap-6">
       <section className="flex flex-col gap-2">
         <p className="foreign text-lg font-medium break-words">{incident.text}</p>
-        {incident.next_step && <p className="rounded-md bg-accent-soft px-3 py-2"><strong className="font-semibold">Next: </strong>{incident.next_step}</p>}
+        {incident.next_step && <p className="rounded-md bg-accent-soft px-3 py-2"><strong className="font-semibold">Next: </strong><Advice text={incident.next_step} /></p>}
         <Copyable label="Command" title={false} text={`strata why ${incident.run}`} />
       </section>
       <Section title="Decision">

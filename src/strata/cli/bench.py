@@ -35,6 +35,21 @@ def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
 
 
 @app.command()
+def scale(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    workers: Annotated[int, typer.Option(min=20, max=20_000, help="How many, in all.")] = 10_000,
+) -> None:
+    """One coordinator with 10,000 workers: registered, beating, one barrier, a lost rack, the next generation. Takes minutes."""
+    from strata.bench.coordinator import crowd
+    from strata.bench.table import report
+
+    count = (500 if quick else workers) // crowd.RANKS_EACH * crowd.RANKS_EACH
+    rows = crowd.run(workers=count, rack=max(crowd.RANKS_EACH, count // 20), watch_s=2.0 if quick else 20.0)
+    report("Scale", rows, as_json=as_json)
+
+
+@app.command()
 def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
     """Token indices and their reading, mixtures and packing, and what a resumed epoch loses or repeats."""
     _check_moved("--peers" if peers else "", "benchmarks.data")

@@ -96,8 +96,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, emp
 
 def say_error(error: StrataError) -> None:
     errors.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
-    if error.hint:
-        errors.print(Text.assemble(("what to do: ", "bold"), error.hint), soft_wrap=True)
+    hint = getattr(error, "command_hint", "") or error.hint
+    if hint:
+        errors.print(Text.assemble(("what to do: ", "bold"), hint), soft_wrap=True)
 
 
 def ago(at_s: float, now_s: float | None = None) -> str:

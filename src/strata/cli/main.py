@@ -15,12 +15,23 @@ from typing import Annotated
 import typer
 
 import strata
-from strata.cli import bench, chaos, checkpoint, doctor
+from strata.cli import bench, chaos, checkpoint, doctor, soak
 from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
 from strata.cli.launching import demo, slurm, tasks, torchrun, validate
-from strata.cli.operating import access, backup, certs, drain, links, notify, quarantine, replay, serve
+from strata.cli.operating import (
+    access,
+    backup,
+    certs,
+    drain,
+    journal,
+    links,
+    notify,
+    quarantine,
+    replay,
+    serve,
+)
 from strata.cli.watching import cost, listings, logs, metrics, why
 from strata.errors import StrataError
 
@@ -60,6 +71,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     drain.drain,
     chaos.chaos,
+    soak.soak,
     slurm.slurm,
     links.dashboard_link,
     access.audit_log,
@@ -80,6 +92,7 @@ app.add_typer(listings.datasets_app)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
 app.add_typer(mixture.app)
+app.add_typer(journal.app)
 app.add_typer(notify.app)
 app.add_typer(quarantine.app)
 app.add_typer(access.app)

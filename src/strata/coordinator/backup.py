@@ -32,7 +32,8 @@ from urllib.parse import quote
 
 import strata
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal.sqlite import JOURNAL_NAME, JournalError, SqliteJournal, open_privately
+from strata.coordinator.journal.protocol import JournalError
+from strata.coordinator.journal.sqlite import JOURNAL_NAME, SqliteJournal, open_privately
 from strata.core.cluster import Cluster
 from strata.core.events import CountersRestored
 from strata.errors import StrataError

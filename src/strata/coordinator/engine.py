@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,13 +33,14 @@ from strata.coordinator.journal.compaction import (
     MeasuresItself,
     SnapshotInPieces,
 )
-from strata.coordinator.journal.space import Space, megabytes
-from strata.coordinator.journal.sqlite import Journal, JournalError, JournalFull
+from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
+from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
     SOFT_EVENTS,
     ArriveAtBarrier,
+    ArriveTogether,
     ClockResumed,
     Command,
     DeregisterWorker,
@@ -68,6 +69,8 @@ SNAPSHOT_BYTES = 16 << 20
 BATCH_BYTES = 4 << 20
 """A batch ends with the command that brings it to this: a full disk must be noticed before it is written."""
 LOOK_S = 1.0
+EPOCH = Instant(mono_s=0.0, wall_s=0.0)
+"""When the past was, for the state: how long it took is unknown to the monotonic clock."""
 PIECE_S = 0.0005
 """How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
 PIECE_EVENTS = 100
@@ -101,7 +104,7 @@ class StorageFull(Unavailable):
 
     code = "storage_full"
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: JournalSpace) -> None:
         super().__init__(
             f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
             f"{megabytes(space.low_bytes)}.",
@@ -117,7 +120,7 @@ def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
             return "decide"  # At most once for each of what there is: there is an end to them.
-        case ArriveAtBarrier():
+        case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
             return "refuse"
@@ -162,6 +165,11 @@ class Engine:
         self.listeners: list[Listener] = []
         self.revision = 0
         """Grows with every durable batch: what readers compare to know that their copy is old."""
+        self.require_leading: Callable[[], None] = lambda: None
+        """Raises what commands are refused with while another coordinator leads."""
+        self.confirmed: Callable[[], Awaitable[None]] | None = None
+        """Among several coordinators: returns when nobody else can have led up to now, or raises what to answer instead. What is answered
+        without being written (refusals, swaps that were too late) rests on it."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -189,13 +197,30 @@ class Engine:
         self._compaction: asyncio.Task[None] | None = None
         self.compactions_total = 0
 
-    def replay(self) -> int:
-        """Rebuild the state from the journal. Returns how many events there were."""
+    def replay(self, *, leads: bool = True) -> int:
+        """Rebuild the state from the journal. Returns how many events there were. One that does not lead calls `resume` when it does."""
+        count = self._apply_history(self._journal.load())
+        if leads:
+            self.resume()
+        return count
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Take in what another coordinator, which leads, has made durable."""
+        self._apply_history(events)
+        self.revision += 1
+        self.on_events(len(events))
+        for listener in self.listeners:
+            listener(events)
+
+    def resume(self) -> None:
+        """From here on time counts: everybody has as long as ever to be heard of."""
+        self.observe(ClockResumed())
+
+    def _apply_history(self, events: Iterable[Event]) -> int:
         count = size_bytes = 0
-        epoch = Instant(mono_s=0.0, wall_s=0.0)
-        for event in self._journal.load():
+        for event in events:
             try:
-                self.cluster.apply(event, epoch)
+                self.cluster.apply(event, EPOCH)
             except (
                 LookupError,
                 ValueError,
@@ -210,9 +235,8 @@ class Engine:
                 ) from error
             count += 1
             size_bytes += codec.size_bytes(event)
-        self.observe(ClockResumed())
-        self._since_snapshot = count
-        self._since_snapshot_bytes = size_bytes
+        self._since_snapshot += count
+        self._since_snapshot_bytes += size_bytes
         return count
 
     def observe(self, observation: Observation) -> None:
@@ -221,6 +245,7 @@ class Engine:
 
     def post(self, command: Command, answered: OnReply, *, client: str = "") -> None:
         """Take a command in, without waiting for its answer."""
+        self.require_leading()
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
@@ -368,6 +393,11 @@ class Engine:
         events.extend(own)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
+        if answers and not hard and self.confirmed is not None:
+            try:
+                await self.confirmed()
+            except StrataError as error:
+                answers = [(answered, error) for answered, _ in answers]
         if events:
             self.revision += 1
             self.on_events(len(events))
@@ -401,6 +431,8 @@ class Engine:
             is_due = self._since_snapshot >= SNAPSHOT_EVERY or self._since_snapshot_bytes >= most_bytes
             if is_due and not self.space.is_full:
                 await self._start_compaction()
+        except Deposed:
+            raise
         except JournalError:
             log.critical("the journal cannot be written; stopping before anything is acknowledged")
             raise

@@ -23,7 +23,8 @@ from strata.coordinator.http.streams import StreamSlots
 from strata.coordinator.inspection.checkpoints import Verifications
 from strata.coordinator.inspection.datasets import DatasetInspection
 from strata.coordinator.inspection.processes import VERIFYING_VARIABLES, InspectionProcesses
-from strata.coordinator.journal.sqlite import Journal
+from strata.coordinator.journal.protocol import Journal
+from strata.coordinator.leadership import Alone, Standing
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.collectors import JobCollector, LogCollector, StorageCollector
@@ -40,7 +41,7 @@ from strata.core.faults.cost import PriceList
 from strata.core.fleet import task_views
 from strata.core.fleet.task_views import TaskView
 from strata.core.fleet.tasks import ENDED
-from strata.core.messages import TaskId, TaskStatus
+from strata.core.messages import Event, TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
 from strata.core.views import LogView
 from strata.launch.recipes import Recipe, Recipes
@@ -70,6 +71,8 @@ class Runtime:
     recipes: Recipes
     inspection: DatasetInspection
     verifications: Verifications
+    standing: Standing = field(default_factory=Alone)
+    """Whether this coordinator leads."""
     prices: PriceList = field(default_factory=PriceList)
     run_history: RunHistory | None = None
     """What training loops have logged; none where there is no place on disk for it."""
@@ -101,6 +104,7 @@ class Runtime:
         read_rules: ReadRules | None = None,
         run_history: RunHistory | None = None,
         notify: NotifySettings | None = None,
+        standing: Standing | None = None,
     ) -> Runtime:
         """A runtime with the journal's state; its engine is not running yet."""
         cluster, clock = Cluster(limits), SystemClock()
@@ -126,15 +130,17 @@ class Runtime:
             inspection=DatasetInspection(quick, read_rules),
             verifications=Verifications(slow, read_rules),
             run_history=run_history,
+            standing=standing or Alone(),
             _readers=(quick, slow),
         )
+        engine.require_leading = runtime.standing.require
         engine.listeners += [
             runtime.metrics.committed,
             runtime.sessions.committed,
             runtime.agents.committed,
             runtime.feed.committed,
             runtime.watch.committed,
-            runtime.notifier.committed,
+            runtime._notify,
         ]
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(StorageCollector(engine))
@@ -145,6 +151,11 @@ class Runtime:
         runtime.logs.on_entries = runtime._publish_logs
         runtime._define_pages()
         return runtime
+
+    def _notify(self, events: Sequence[Event]) -> None:
+        """Several coordinators see the same events: whoever leads says so, once."""
+        if self.standing.role == "leader":
+            self.notifier.committed(events)
 
     def is_live(self, task_id: str) -> bool:
         """Whether a task may still act: it is known and has not ended."""
@@ -161,7 +172,8 @@ class Runtime:
         self.metrics.sample()
         self.logs.report_drops()
         self.watch.pulse()
-        self.notifier.pulse()
+        if self.standing.role == "leader":
+            self.notifier.pulse()
         if self.feed.readers:
             self.feed.publish("metrics", self._metrics(await self.engine.settled()))
 
@@ -221,7 +233,11 @@ class Runtime:
             address=self.address,
             uptime=now_s - self.started_at_s,
             version=strata.__version__,
-            leader=True,
+            leader=self.standing.role == "leader",
+            role=self.standing.role,
+            led_by=self._led_by(),
+            position=self.standing.position,
+            behind=self.standing.behind,
             generation=cluster.membership.generation,
             started_at=self.started_at_s,
             server_time=now_s,
@@ -232,6 +248,11 @@ class Runtime:
                 needed_bytes=self.engine.space.low_bytes,
             ),
         )
+
+    def _led_by(self) -> str:
+        if self.standing.role == "leader":
+            return self.address
+        return self.standing.leader.grpc if self.standing.leader is not None else ""
 
     def _datasets(self, cluster: Cluster) -> list[views.DatasetView]:
         return [views.dataset(cluster, spec) for spec in cluster.datasets.specs.values()]

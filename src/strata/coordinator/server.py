@@ -14,6 +14,7 @@ import sqlite3
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -31,7 +32,11 @@ from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.http.app import create_app
 from strata.coordinator.http.connections import HttpConnection
 from strata.coordinator.http.middleware import MetricsOnly
-from strata.coordinator.journal.sqlite import SqliteJournal
+from strata.coordinator.journal.etcd import EtcdJournal
+from strata.coordinator.journal.protocol import Deposed, JournalError
+from strata.coordinator.journal.space import Space
+from strata.coordinator.journal.sqlite import SqliteJournal, lock_directory
+from strata.coordinator.leadership import Election
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
 from strata.coordinator.metrics.otel import OtelExport
@@ -48,13 +53,17 @@ from strata.errors import StrataError
 from strata.files import write_file
 from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
+from strata.logs import OutageLog
 from strata.rpc.methods import handlers
 
 log = logging.getLogger("strata.coordinator")
 
 MESSAGE_LIMIT_BYTES = 16 << 20
 ANSWER_LIMIT_BYTES = 64 << 20
+STREAMS_PER_CONNECTION = 2_000
 SHUTDOWN_S = 3.0
+AGAIN_S = 0.5
+"""Between attempts of one that was deposed to start again."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
@@ -85,7 +94,20 @@ class Server:
         notify = notify or NotifySettings()
         self._settings = settings
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
-        self._journal = SqliteJournal(settings.data_dir, reserve_bytes=settings.disk_reserve_mb << 20)
+        reserve_bytes = settings.disk_reserve_mb << 20
+        location = settings.etcd
+        self._data_dir_lock: int | None = None
+        self._election: Election | None = None
+        self._space: Space
+        self._journal: SqliteJournal | EtcdJournal
+        if location is None:
+            self._journal = SqliteJournal(settings.data_dir, reserve_bytes=reserve_bytes)
+            self._space = self._journal.space
+        else:
+            self._data_dir_lock = lock_directory(settings.data_dir)
+            self._space = Space(settings.data_dir, reserve_bytes=reserve_bytes)
+            self._journal = EtcdJournal(location, self._space)
+            self._election = Election(self._journal, lease_s=settings.leader_lease)
         self.runtime = Runtime.create(
             self._journal,
             settings.limits,
@@ -94,18 +116,20 @@ class Server:
             _read_rules(settings, private),
             _open_run_history(settings),
             notify,
+            self._election,
         )
+        if self._election is not None:
+            self.runtime.engine.confirmed = self._election.confirmed
         self.runtime.prices = settings.price_list
         if self.runtime.logs.archive is not None:
-            space = self._journal.space
-            self.runtime.logs.archive.is_paused = lambda: space.is_full
+            self.runtime.logs.archive.is_paused = lambda: self._space.is_full
         if self.runtime.run_history is not None:
-            self.runtime.run_history.is_paused = lambda: self._journal.space.is_full
+            self.runtime.run_history.is_paused = lambda: self._space.is_full
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
             tokens=TokenStore(settings.data_dir),
-            task_tokens=TaskTokens(settings.data_dir),
+            task_tokens=TaskTokens(settings.data_dir, agree=self._agree_on_task_key),
             is_live=self.runtime.is_live,
             on_failure=self.runtime.metrics.access_refused,
         )
@@ -119,9 +143,13 @@ class Server:
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _agree_on_task_key(self, key: bytes) -> bytes:
+        """Tasks outlive the coordinator that started them: the next one must know their tokens."""
+        return self._journal.agree("keys/task-tokens", key) if isinstance(self._journal, EtcdJournal) else key
+
     async def start(self) -> None:
         settings, runtime = self._settings, self.runtime
-        replayed = runtime.engine.replay()
+        replayed = runtime.engine.replay(leads=self._election is None)
         listeners = [_listen("HTTP", settings.host, settings.http_port)]
         self.http_port = listeners[0].getsockname()[1]
         if settings.metrics_port >= 0:
@@ -137,12 +165,13 @@ class Server:
         apps = [app, MetricsOnly(app)][: len(listeners)]
         self._http = [_http_server(each, settings, self._gatekeeper, self._certificates) for each in apps]
         self._tasks = [
-            asyncio.create_task(runtime.engine.run(), name="engine"),
+            asyncio.create_task(self._run_engine(), name="engine"),
             asyncio.create_task(self._serve_http(listeners), name="http"),
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
         await _until(lambda: all(server.started for server in self._http), self._tasks)
-        self._start_tasks()
+        if self._election is None:
+            self._start_tasks()
         self._write_address()
         self._warn_about_settings()
         log.info(
@@ -152,6 +181,25 @@ class Server:
             settings.host,
             replayed,
         )
+
+    async def _run_engine(self) -> None:
+        """Among several coordinators: once this one leads. Ends with `Deposed` when it does no longer."""
+        engine, election = self.runtime.engine, self._election
+        if election is None:
+            await engine.run()
+            return
+        scheme = "https" if self._settings.tls_cert is not None else "http"
+        host = self._settings.advertised_host
+        election.start(
+            grpc=f"{host}:{self.grpc_port}",
+            http=f"{scheme}://{host}:{self.http_port}",
+            on_events=engine.follow,
+        )
+        engine.follow(await election.elected())
+        engine.resume()
+        election.serves()
+        self._start_tasks()
+        await election.leading(asyncio.create_task(engine.run(), name="leading"))
 
     async def wait(self) -> None:
         """Until something essential ends; raises what ended it."""
@@ -175,7 +223,8 @@ class Server:
                 server.should_exit = True
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
-                await asyncio.gather(*self._tasks[:2], return_exceptions=True)
+                is_led = self._election is None or self._election.role == "leader"
+                await asyncio.gather(*self._tasks[0 if is_led else 1 : 2], return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,7 +234,11 @@ class Server:
         if self._otel is not None:
             await asyncio.to_thread(self._otel.close)
         await asyncio.to_thread(self.runtime.notifier.close)
+        if self._election is not None:
+            await asyncio.to_thread(self._election.close)
         self.runtime.engine.close()
+        if self._data_dir_lock is not None:
+            os.close(self._data_dir_lock)
         self.runtime.logs.close()
         if self.runtime.run_history is not None:
             await asyncio.to_thread(self.runtime.run_history.close)
@@ -205,6 +258,9 @@ class Server:
                 ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
                 ("grpc.max_allowed_incoming_connections", settings.max_workers + settings.max_connections),
+                # Calls of all clients together are limited: one connection must not take them all. It also switches on gRPC's own
+                # protection against streams that are opened and reset.
+                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
                 ("grpc.so_reuseport", 0),
                 # Probing the bandwidth answers each small message with a ping: a quarter of a quiet fleet's cost.
                 ("grpc.http2.bdp_probe", 0),
@@ -237,6 +293,7 @@ class Server:
             heartbeat_interval_s=settings.heartbeat_interval,
             worker_config={"heartbeat_timeout": f"{settings.heartbeat_timeout:g}"},
             on_metrics=runtime.notifier.logged,
+            standing=runtime.standing,
         )
         server.add_generic_rpc_handlers(handlers(service))
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -347,34 +404,89 @@ async def serve(
     private: Sequence[Path] = (),
     announce: bool = True,
 ) -> None:
-    """Run until SIGINT or SIGTERM."""
+    """Run until SIGINT or SIGTERM. A leader that was deposed starts again, as a standby, in this process."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOPPING:  # Before anything is up, so that no signal finds it half-way.
         loop.add_signal_handler(number, stopped.set)
-    server = Server(settings, notify=notify, private=private)
     try:
-        await server.start()
-        gc.collect()
-        gc.freeze()  # What is loaded now stays: no need to look through it again.
-        gc.set_threshold(YOUNG_OBJECTS)
-        if announce:
-            scheme = "https" if settings.tls_cert is not None else "http"
-            print(
-                f"Strata is serving. Dashboard: {scheme}://{settings.url_host}:{server.http_port}", flush=True
-            )
-            print(f"Workers join at {settings.url_host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
-        waiting = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
-        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        for task in done:
-            task.result()
+        is_again = False
+        while not stopped.is_set():
+            server = await _open(settings, notify, private, stopped, is_again=is_again)
+            if server is None:
+                return
+            try:
+                gc.collect()
+                gc.freeze()  # What is loaded now stays: no need to look through it again.
+                gc.set_threshold(YOUNG_OBJECTS)
+                if announce and not is_again:
+                    _announce(settings, server)
+                await _until_stopped(server, stopped)
+                return
+            except Deposed as deposed:
+                log.warning("%s", deposed)
+                # Whoever knows this coordinator finds it where it was.
+                settings = replace(
+                    settings,
+                    grpc_port=server.grpc_port,
+                    http_port=server.http_port,
+                    metrics_port=server.metrics_port or settings.metrics_port,
+                )
+                is_again = True
+            finally:
+                await server.stop()
+                gc.unfreeze()
     finally:
-        await server.stop()
         for number in STOPPING:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # Impatience must not tear the last steps.
+
+
+async def _open(
+    settings: CoordinatorSettings,
+    notify: NotifySettings | None,
+    private: Sequence[Path],
+    stopped: asyncio.Event,
+    *,
+    is_again: bool,
+) -> Server | None:
+    """A server that has started. What prevents that is raised the first time; one that was deposed waits until nothing does. None: it
+    was stopped before."""
+    outage = OutageLog(log, over="this coordinator is a standby again")
+    while not stopped.is_set():
+        server = Server(settings, notify=notify, private=private)
+        try:
+            await server.start()
+        except (JournalError, PortTaken) as error:
+            await server.stop()
+            if not is_again:
+                raise
+            outage.met(f"this coordinator cannot start again yet: {error}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await stopped.wait()
+        except BaseException:
+            await server.stop()
+            raise
+        else:
+            outage.ended()
+            return server
+    return None
+
+
+def _announce(settings: CoordinatorSettings, server: Server) -> None:
+    scheme = "https" if settings.tls_cert is not None else "http"
+    print(f"Strata is serving. Dashboard: {scheme}://{settings.url_host}:{server.http_port}", flush=True)
+    print(f"Workers join at {settings.url_host}:{server.grpc_port} (gRPC). Ctrl-C stops.", flush=True)
+
+
+async def _until_stopped(server: Server, stopped: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    for task in done:
+        task.result()
 
 
 def run(
@@ -402,7 +514,7 @@ def _open_logs(settings: CoordinatorSettings, notify: NotifySettings) -> LogStor
         log.warning("log lines are kept in memory only: %s", error)
     return LogStore(
         archive,
-        tidy=Tidy([*(token for _, token in settings.named_secrets()), *notify.secrets]),
+        tidy=Tidy([*settings.concealed, *notify.secrets]),
         lines_per_second=settings.log_lines_per_second,
     )
 

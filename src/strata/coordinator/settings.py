@@ -13,6 +13,7 @@ from strata.coordinator.auth.gatekeeper import DIGEST_PREFIX
 from strata.coordinator.auth.paths import problems_of_roots
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.principals import ROLES, Role
+from strata.coordinator.journal.etcd import EtcdLocation, parse_location
 from strata.coordinator.notify.settings import NotifySettings, read_notify
 from strata.core.cluster import Limits
 from strata.core.faults.cost import PriceList
@@ -22,6 +23,7 @@ from strata.core.fleet.presence import PresenceLimits
 from strata.core.fleet.retention import DAY_S, RetentionLimits
 
 SECTION = "coordinator"
+EVERYWHERE = ("0.0.0.0", "::")
 TOKEN_CHARACTERS = 16
 """What a configured token must have where other machines can try to guess it."""
 
@@ -46,6 +48,33 @@ class CoordinatorSettings:
     data_dir: Path = setting(
         lambda: Path.home() / ".strata", "Directory of the journal.", env="STRATA_DATA_DIR"
     )
+    journal: str = setting(
+        "",
+        "Where the journal is: in the data directory when not given, or etcd://HOST:PORT,HOST:PORT/PREFIX for several coordinators, "
+        "of which one leads; etcds:// with TLS.",
+        env="STRATA_JOURNAL",
+    )
+    advertise: str = setting(
+        "",
+        "Host name or address under which workers and other coordinators reach this one; the host it listens on when not given.",
+        env="STRATA_ADVERTISE",
+    )
+    leader_lease: float = setting(
+        2.0,
+        "Seconds after which another coordinator leads when this one is lost; whole ones, and etcd takes 2 at least by default.",
+        env="STRATA_LEADER_LEASE",
+        least=1,
+        most=600,
+    )
+    etcd_user: str = setting("", "User of etcd, for a journal there.", env="STRATA_ETCD_USER")
+    etcd_password: str = setting("", "Password of that user.", env="STRATA_ETCD_PASSWORD", secret=True)
+    etcd_ca: Path | None = setting(
+        None, "Authority (PEM) by which etcd is known; asks for TLS.", env="STRATA_ETCD_CA"
+    )
+    etcd_cert: Path | None = setting(
+        None, "Client certificate (PEM) to show to etcd; asks for TLS.", env="STRATA_ETCD_CERT"
+    )
+    etcd_key: Path | None = setting(None, "Key of that certificate (PEM).", env="STRATA_ETCD_KEY")
     disk_reserve_mb: int = setting(
         16,
         "Megabytes of disk kept for what must be recorded when it is full; with less than as many free besides, "
@@ -289,6 +318,26 @@ class CoordinatorSettings:
         return f"[{host}]" if ":" in host else host
 
     @property
+    def advertised_host(self) -> str:
+        """Where others reach it, as addresses write it."""
+        host = self.advertise.strip("[]")
+        return (f"[{host}]" if ":" in host else host) if host else self.url_host
+
+    @property
+    def etcd(self) -> EtcdLocation | None:
+        """Where the journal is, if it is in etcd. Raises `ValueError` and `OSError`."""
+        if not self.journal:
+            return None
+        return parse_location(
+            self.journal,
+            user=self.etcd_user,
+            password=self.etcd_password,
+            ca=self.etcd_ca,
+            cert=self.etcd_cert,
+            key=self.etcd_key,
+        )
+
+    @property
     def secrets(self) -> dict[str, Role]:
         """Role by token."""
         by_token = {token: role for role in ROLES for name, token in self.tokens.items() if name == role}
@@ -299,9 +348,16 @@ class CoordinatorSettings:
         return [("token", self.token), *named] if self.token else named
 
     @property
+    def concealed(self) -> list[str]:
+        """What no log line may show."""
+        return [token for _, token in self.named_secrets()] + (
+            [self.etcd_password] if self.etcd_password else []
+        )
+
+    @property
     def private_files(self) -> tuple[Path, ...]:
         """The coordinator's own, which it reads for nobody."""
-        keys = [key for key in (self.tls_key, self.task_tls_key) if key is not None]
+        keys = [key for key in (self.tls_key, self.task_tls_key, self.etcd_key) if key is not None]
         return tuple(path.absolute() for path in (self.data_dir, *keys))
 
     @property
@@ -356,6 +412,23 @@ def _weakness(token: str, host: str) -> str:
     )
 
 
+def _problems_of_journal(s: CoordinatorSettings) -> list[str]:
+    problems = []
+    try:
+        location = s.etcd
+    except (ValueError, OSError) as error:
+        return [f"journal cannot be used: {error}"]
+    if (s.etcd_cert is None) != (s.etcd_key is None):
+        problems.append("etcd_cert and etcd_key belong together; set both or neither")
+    if bool(s.etcd_user) != bool(s.etcd_password):
+        problems.append("etcd_user and etcd_password belong together; set both or neither")
+    if location is not None and not s.advertise and s.host.strip("[]") in EVERYWHERE:
+        problems.append(
+            f"host {s.host} is none that others can call: set advertise to the name under which they reach this machine"
+        )
+    return problems
+
+
 def _contradictions(s: CoordinatorSettings) -> list[str]:
     problems = [] if s.host else ["host must not be empty; 127.0.0.1 is this machine alone"]
     if s.heartbeat_timeout <= s.heartbeat_interval:
@@ -397,6 +470,7 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
         problems.append("tls_cert and tls_key belong together; set both or neither")
     if s.tls_client_ca is not None and s.tls_cert is None:
         problems.append("tls_client_ca needs tls_cert and tls_key as well")
+    problems += _problems_of_journal(s)
     if s.host and not is_loopback(s.host) and not s.secrets and s.tls_client_ca is None:
         problems.append(
             f"host {s.host} can be reached from other machines: set a token (STRATA_TOKEN) or mutual TLS "

@@ -41,9 +41,12 @@ from strata.core.messages import (
     AgentConnected,
     AgentDisconnected,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierArrived,
     BarrierBroken,
     BarrierReleased,
+    BarrierTicket,
+    BarrierTickets,
     BeginAttempt,
     CancelDrain,
     CheckpointCompleted,
@@ -62,9 +65,11 @@ from strata.core.messages import (
     DeregisterWorker,
     DrainHost,
     EndAttempt,
+    EndHang,
     Event,
     HandoverRecorded,
     Heartbeat,
+    HeartbeatsFolded,
     HostCleared,
     HostDrained,
     HostDrainStarted,
@@ -188,12 +193,11 @@ class Cluster:
                 fact(removed)
                 return Accepted(reason=removed.reason)
             case ArriveAtBarrier():
-                member = self.membership.admit(
-                    command.worker_id, incarnation=command.incarnation, generation=command.generation
+                return self._arrive(command, now, fact)
+            case ArriveTogether():
+                return BarrierTickets(
+                    tickets=tuple(self._ticket(each, now, fact) for each in command.arrivals)
                 )
-                events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
-                _each(fact, events)
-                return ticket
             case NotifyCheckpoint():
                 return self._notify_checkpoint(command, now, fact)
             case ReconcileCheckpoints():
@@ -257,6 +261,9 @@ class Cluster:
                 spec_of = known.spec if known is not None else None
                 _each(fact, self.incidents.decide_slow(command, spec_of, now))
                 return Accepted(reason=command.reason)
+            case EndHang():
+                _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
+                return Accepted(reason=f"step {command.step:,} was made")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)
@@ -284,6 +291,23 @@ class Cluster:
                 self._forget(now, fact)
                 return Accepted(reason="time passed")
         assert_never(command)
+
+    def _arrive(self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]) -> BarrierTicket:
+        member = self.membership.admit(
+            command.worker_id, incarnation=command.incarnation, generation=command.generation
+        )
+        events, ticket = self.barriers.decide_arrival(command, member, self.membership, now)
+        _each(fact, events)
+        return ticket
+
+    def _ticket(
+        self, command: ArriveAtBarrier, now: Instant, fact: Callable[[Event], None]
+    ) -> BarrierTicket | Refused:
+        """One that is refused changes nothing, and does not keep those from arriving who came with it."""
+        try:
+            return self._arrive(command, now, fact)
+        except Refused as refusal:
+            return refusal
 
     def _forget(self, now: Instant, fact: Callable[[Event], None]) -> None:
         if self.retention.is_time(now):
@@ -451,6 +475,8 @@ class Cluster:
         match observation:
             case Heartbeat():
                 self.membership.take_heartbeat(observation, now)
+            case HeartbeatsFolded():
+                self.membership.take_heartbeats(observation, now)
             case WorkerConnected():
                 self.membership.take_connection(observation, now)
             case WorkerDisconnected():

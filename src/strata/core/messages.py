@@ -8,7 +8,7 @@ Everything is frozen and plain, so that any of it can be written down, compared 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -89,10 +89,12 @@ __all__ = [
     "AgentConnected",
     "AgentDisconnected",
     "ArriveAtBarrier",
+    "ArriveTogether",
     "BarrierArrived",
     "BarrierBroken",
     "BarrierReleased",
     "BarrierTicket",
+    "BarrierTickets",
     "BeginAttempt",
     "CancelDrain",
     "Cause",
@@ -117,12 +119,15 @@ __all__ = [
     "DeregisterWorker",
     "DrainHost",
     "EndAttempt",
+    "EndHang",
     "Event",
     "ExitCause",
     "FileSpan",
+    "FoldedBeat",
     "Gpu",
     "HandoverRecorded",
     "Heartbeat",
+    "HeartbeatsFolded",
     "HostCleared",
     "HostDrainStarted",
     "HostDrained",
@@ -232,6 +237,13 @@ class ArriveAtBarrier:
     expected: int
     call_id: str
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArriveTogether:
+    """Arrivals of several workers of one machine. Each is accepted or refused for itself: see `BarrierTickets`."""
+
+    arrivals: tuple[ArriveAtBarrier, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,14 +371,15 @@ class ReportRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFailure:
-    """How workers of one machine ended, and what its agent does about it."""
+    """How workers of one machine ended, and what its agent does about it; or that a worker hangs, said by itself."""
 
     failures: tuple[Failure, ...]
     launch: str
     """The rendezvous id under which they were launched."""
     job_id: JobId | None
     """Whose they are; None: of the job that has registered them, else the launch's."""
-    decision: Literal["restart", "stop"]
+    decision: Literal["restart", "stop", "continue"]
+    """To continue is what becomes of workers that hang and that nobody ends."""
     reason: str
     quarantine: bool = False
     """The policy of the run takes the machine out of use, if it was a device of it that failed."""
@@ -450,6 +463,14 @@ class ReportSlow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndHang:
+    """A job whose workers hung makes steps again."""
+
+    job_id: JobId
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapValue:
     """Compare-and-swap; `expected_version` 0 expects no value. What is `soft` is not journaled: a restart forgets it."""
 
@@ -486,6 +507,7 @@ Command = (
     | RegisterDataset
     | RemoveDataset
     | ArriveAtBarrier
+    | ArriveTogether
     | NotifyCheckpoint
     | ReconcileCheckpoints
     | CreateTask
@@ -498,6 +520,7 @@ Command = (
     | ReportRecovery
     | ReportFailure
     | ReportSlow
+    | EndHang
     | QuarantineHost
     | ClearHost
     | DrainHost
@@ -521,6 +544,21 @@ class Heartbeat:
     worker_id: WorkerId
     incarnation: int
     report: Report
+
+
+class FoldedBeat(NamedTuple):
+    """One worker of a folded heartbeat. Without a report it has nothing new to say; one is read when somebody looks at it."""
+
+    worker_id: WorkerId
+    incarnation: int
+    report: Callable[[], Report] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatsFolded:
+    """These workers of one machine are alive. Who is no longer a member is left out: it is notified of that otherwise."""
+
+    beats: tuple[FoldedBeat, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -604,6 +642,7 @@ class ClockResumed:
 
 Observation = (
     Heartbeat
+    | HeartbeatsFolded
     | WorkerConnected
     | WorkerDisconnected
     | ProgressReported
@@ -644,6 +683,13 @@ class BarrierTicket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierTickets:
+    """For each of the arrivals, in their order."""
+
+    tickets: tuple[BarrierTicket | Refused, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
     """Whether the swap was made, and what is stored now (version 0: nothing)."""
 
@@ -669,7 +715,7 @@ class Accepted:
     reason: str
 
 
-Reply = Registered | DatasetAccepted | BarrierTicket | Swapped | Reconciled | Accepted
+Reply = Registered | DatasetAccepted | BarrierTicket | BarrierTickets | Swapped | Reconciled | Accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,6 +241,14 @@ class StatusView:
     jobs: dict[str, int]
     """The generation of every job: how often its members have changed."""
     storage: StorageView | None = None
+    role: Literal["leader", "standby"] = "leader"
+    """Of several coordinators one leads, and the others follow it."""
+    led_by: str = ""
+    """Where workers reach the leader; empty where nobody leads at the moment."""
+    position: int = 0
+    """How far the shared journal is applied here, in records; 0 where a coordinator is alone."""
+    behind: int = 0
+    """How many records more a standby knows to exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from strata.data.media import How, checked, with_media
 from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
-from strata.data.streaming.prefetch import Prefetcher
+from strata.data.streaming.prefetch import Ahead
 
 
 class ElasticDataset:
@@ -39,9 +39,9 @@ class ElasticDataset:
     def is_remote(self) -> bool:
         return self.reader.is_remote
 
-    def prefetcher(self) -> Prefetcher | None:
-        """What fetches samples before they are read, where they are remote."""
-        return Prefetcher(self.reader.found) if self.is_remote else None
+    def ahead(self) -> Ahead | None:
+        """What fetches samples before they are read, where they are remote: by a reader of its own."""
+        return DatasetReader(self.reader.found) if self.is_remote else None
 
     def __len__(self) -> int:
         return len(self.reader)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -229,22 +228,23 @@ class DatasetReader:
         verify = getattr(self._file(number), "verify", None)
         return int(verify()) if verify is not None else 0
 
-    def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch what these samples need, beside other work, where it is remote. Never waits and never raises."""
+    def fetch(self, samples: Sequence[int], *, in_memory: bool = True) -> None:
+        """Have what these samples need on its way, where it is remote (`strata.data.streaming.prefetch.Ahead`)."""
         if not self.is_remote:
             return
         by_file = group_rows([int(sample) for sample in samples], self._first[:-1])
-        with suppress(DataError):  # Whoever reads it says what is wrong.
-            for number in by_file:  # All headers at once: finding a sample may need one.
-                if is_remote(self.files[number].path):
-                    file = self._file(number)
-                    file.source.prefetch(0, getattr(file, "header_bytes", 0))  # type: ignore[attr-defined]
-            for number, wanted in by_file.items():
-                file = self._file(number)
-                ranges = getattr(file, "ranges", None)
-                if ranges is not None and is_remote(self.files[number].path):
-                    for offset, length in _merged(ranges([row for _, row in wanted])):
-                        file.source.prefetch(offset, length)  # type: ignore[attr-defined]
+        sources: dict[int, Any] = {
+            number: self._file(number) for number in by_file if is_remote(self.files[number].path)
+        }
+        for file in sources.values():  # All headers at once: finding a sample may need one.
+            file.source.prefetch([(0, getattr(file, "header_bytes", 0))], in_memory=in_memory)
+        for number, file in sources.items():
+            if (ranges := getattr(file, "ranges", None)) is not None:
+                file.source.prefetch(ranges([row for _, row in by_file[number]]), in_memory=in_memory)
+
+    @property
+    def sample_bytes(self) -> float:
+        return self._set_bytes / max(len(self), 1)
 
     def file_of(self, sample: int) -> str:
         """The file that holds a sample."""
@@ -275,6 +275,7 @@ class DatasetReader:
                 known.path,
                 f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
                 hint="Data must not change during an epoch: restore it, or register it again.",
+                command_hint="Let nobody change it meanwhile, and run the command again.",
             )
         index = self.found.indexes[number]
         if "span_bounds" in index.arrays:
@@ -289,20 +290,6 @@ class DatasetReader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["found"])  # type: ignore[misc]
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same, where one goes on at the end of the one before as a single range."""
-    start = stop = -1
-    for offset, length in ranges:
-        if offset == stop:
-            stop += length
-            continue
-        if start >= 0:
-            yield start, stop - start
-        start, stop = offset, offset + length
-    if start >= 0:
-        yield start, stop - start
 
 
 def _indexed(

@@ -53,6 +53,8 @@ from strata.rendezvous.channel import (
 )
 from strata.rendezvous.finishing import WorkFinisher
 from strata.rendezvous.frames import take_report
+from strata.rendezvous.session_relay import SessionRelay
+from strata.rpc.frames import SESSIONS_VARIABLE
 from strata.shared_memory import make_private, remove_empty, run_folder
 from strata.torch_compat.elastic import WorkerProcesses
 from strata.training.trace import note_rendezvous
@@ -103,6 +105,8 @@ class RegroupingAgent(CarefulAgent):
         self._ask_again_s = 0.0
         self._pause_s = spec.monitor_interval
         self._finisher: WorkFinisher | None = None
+        self._relay: SessionRelay | None = None
+        """Speaks for this machine's workers."""
         self._channel = self._listen(spec.rdzv_handler.get_run_id())
         if self._channel is not None:
             spec.monitor_interval = 0.0  # The wait is in `look`, where it ends when something happens.
@@ -124,6 +128,11 @@ class RegroupingAgent(CarefulAgent):
             log.warning("workers cannot recover without a restart: %s", error)
             return None
         os.environ[AGENT_VARIABLE] = str(channel.path)
+        try:
+            self._relay = SessionRelay(folder / "sessions")
+            os.environ[SESSIONS_VARIABLE] = str(self._relay.path)
+        except OSError as error:
+            log.warning("each worker has a session of its own: %s", error)
         self._finisher = WorkFinisher(str(channel.path), self.coordinator)
         atexit.register(self.close)
         return channel
@@ -170,6 +179,8 @@ class RegroupingAgent(CarefulAgent):
     def close(self) -> None:
         if self._channel is not None:
             channel, self._channel = self._channel, None
+            if self._relay is not None:
+                self._relay.close()
             channel.close()
             shutil.rmtree(self._folder.folder, ignore_errors=True)
             remove_empty(self._folder.folder)

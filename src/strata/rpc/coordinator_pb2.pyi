@@ -865,8 +865,77 @@ class Goodbye(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class MachineHello(_message.Message):
+    __slots__ = ("host",)
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    def __init__(self, host: _Optional[str] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Detach(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("member", "status", "resources")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    status: WorkerStatus
+    resources: ResourceUsage
+    def __init__(self, member: _Optional[int] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., resources: _Optional[_Union[ResourceUsage, _Mapping]] = ...) -> None: ...
+
+class Beats(_message.Message):
+    __slots__ = ("members", "reports")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[int]
+    reports: _containers.RepeatedCompositeFieldContainer[Report]
+    def __init__(self, members: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+
+class Arrivals(_message.Message):
+    __slots__ = ("barrier", "members", "call_ids")
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    barrier: WaitBarrierRequest
+    members: _containers.RepeatedScalarFieldContainer[int]
+    call_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., members: _Optional[_Iterable[int]] = ..., call_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Topologies(_message.Message):
+    __slots__ = ("topology", "members", "ranks")
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    topology: Topology
+    members: _containers.RepeatedScalarFieldContainer[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, topology: _Optional[_Union[Topology, _Mapping]] = ..., members: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Outcomes(_message.Message):
+    __slots__ = ("outcome", "members", "call_ids", "orders")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    outcome: BarrierOutcome
+    members: _containers.RepeatedScalarFieldContainer[int]
+    call_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    orders: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outcome: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., members: _Optional[_Iterable[int]] = ..., call_ids: _Optional[_Iterable[bytes]] = ..., orders: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "barrier", "progress", "logs", "goodbye", "metrics")
+    __slots__ = ("member", "hello", "heartbeat", "barrier", "progress", "logs", "goodbye", "metrics", "machine", "attach", "detach", "beats", "arrivals")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
@@ -874,6 +943,12 @@ class WorkerMessage(_message.Message):
     LOGS_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    BEATS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    member: int
     hello: Hello
     heartbeat: HeartbeatRequest
     barrier: WaitBarrierRequest
@@ -881,7 +956,12 @@ class WorkerMessage(_message.Message):
     logs: LogBatch
     goodbye: Goodbye
     metrics: MetricBatch
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics: _Optional[_Union[MetricBatch, _Mapping]] = ...) -> None: ...
+    machine: MachineHello
+    attach: Attach
+    detach: Detach
+    beats: Beats
+    arrivals: Arrivals
+    def __init__(self, member: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., barrier: _Optional[_Union[WaitBarrierRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics: _Optional[_Union[MetricBatch, _Mapping]] = ..., machine: _Optional[_Union[MachineHello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., beats: _Optional[_Union[Beats, _Mapping]] = ..., arrivals: _Optional[_Union[Arrivals, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("server_timestamp_ms", "heartbeat_interval_ms")
@@ -934,7 +1014,8 @@ class Stale(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "topology", "plan", "barrier", "command", "stale", "goodbye", "metrics_kept")
+    __slots__ = ("member", "welcome", "topology", "plan", "barrier", "command", "stale", "goodbye", "metrics_kept", "topologies", "outcomes", "detach")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -943,6 +1024,10 @@ class CoordinatorMessage(_message.Message):
     STALE_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     METRICS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGIES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    member: int
     welcome: Welcome
     topology: Topology
     plan: PlanChanged
@@ -951,4 +1036,7 @@ class CoordinatorMessage(_message.Message):
     stale: Stale
     goodbye: Goodbye
     metrics_kept: MetricsKept
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics_kept: _Optional[_Union[MetricsKept, _Mapping]] = ...) -> None: ...
+    topologies: Topologies
+    outcomes: Outcomes
+    detach: Detach
+    def __init__(self, member: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., topology: _Optional[_Union[Topology, _Mapping]] = ..., plan: _Optional[_Union[PlanChanged, _Mapping]] = ..., barrier: _Optional[_Union[BarrierOutcome, _Mapping]] = ..., command: _Optional[_Union[PendingCommand, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., metrics_kept: _Optional[_Union[MetricsKept, _Mapping]] = ..., topologies: _Optional[_Union[Topologies, _Mapping]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...

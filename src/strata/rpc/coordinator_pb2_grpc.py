@@ -278,7 +278,9 @@ class CoordinatorServicer:
         raise NotImplementedError("Method not implemented!")
 
     def Session(self, request_iterator, context):
-        """One stream per worker: heartbeats, barrier arrivals and releases, plan changes, commands, log batches."""
+        """One stream per worker: heartbeats, barrier arrivals and releases, plan changes, commands, log batches. Or one per
+        machine, whose agent says `machine` first and then speaks for its workers: each is a member of the stream.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")

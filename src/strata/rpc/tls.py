@@ -15,6 +15,8 @@ import grpc
 
 from strata.errors import StrataError
 
+VARIABLES = ("STRATA_TLS_CA", "STRATA_TLS_CERT", "STRATA_TLS_KEY")
+
 
 class TlsError(StrataError):
     """A certificate or key cannot be used."""
@@ -51,8 +53,7 @@ def ssl_context() -> ssl.SSLContext:
 
 def _from_environment() -> tuple[Path | None, tuple[Path, Path] | None]:
     authority, cert, key = (
-        Path(value).expanduser() if (value := os.environ.get(f"STRATA_TLS_{name}")) else None
-        for name in ("CA", "CERT", "KEY")
+        Path(value).expanduser() if (value := os.environ.get(name)) else None for name in VARIABLES
     )
     if cert is None or key is None:
         if cert is not key:

@@ -6,6 +6,8 @@ the core. Nothing here keeps state or talks to anyone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,6 +18,7 @@ from strata.core.fleet.datasets import SHARDS_PER_PROGRESS, Shard
 from strata.core.messages import (
     DEFAULT_JOB,
     ArriveAtBarrier,
+    ArriveTogether,
     BarrierBroken,
     BarrierReleased,
     CheckpointId,
@@ -23,6 +26,7 @@ from strata.core.messages import (
     DatasetSpec,
     DeregisterWorker,
     FileSpan,
+    FoldedBeat,
     Gpu,
     Heartbeat,
     InvalidArgument,
@@ -84,8 +88,16 @@ def deregister_worker(m: pb.DeregisterWorkerRequest) -> DeregisterWorker:
 
 
 def heartbeat(m: pb.HeartbeatRequest) -> Heartbeat:
+    return Heartbeat(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, report=report(m))
+
+
+def folded_beat(worker_id: WorkerId, incarnation: int, m: pb.Report | None) -> FoldedBeat:
+    return FoldedBeat(worker_id, incarnation, partial(report, m) if m is not None else None)
+
+
+def report(m: pb.HeartbeatRequest | pb.Report) -> Report:
     status = m.status
-    report = Report(
+    return Report(
         state=status.state,
         step=status.current_step,
         epoch=status.current_epoch,
@@ -93,7 +105,6 @@ def heartbeat(m: pb.HeartbeatRequest) -> Heartbeat:
         resources=resources(m.resources) if m.HasField("resources") else None,
         metrics=dict(status.metrics),
     )
-    return Heartbeat(worker_id=WorkerId(m.worker_id), incarnation=m.incarnation, report=report)
 
 
 def progress(m: pb.Progress, worker_id: WorkerId, incarnation: int) -> ProgressReported:
@@ -180,6 +191,29 @@ def arrive(m: pb.WaitBarrierRequest) -> ArriveAtBarrier:
         expected=m.expected_participants,
         call_id=m.call_id[:32].hex(),
         timeout_s=m.timeout_ms / 1000,
+    )
+
+
+def arrive_together(
+    m: pb.WaitBarrierRequest, callers: Iterable[tuple[WorkerId, int, bytes]]
+) -> ArriveTogether:
+    """Of each: the worker, its incarnation, and its call."""
+    generation, barrier_id, step = m.generation, m.barrier_id, m.step
+    expected, timeout_s = m.expected_participants, m.timeout_ms / 1000
+    return ArriveTogether(
+        arrivals=tuple(
+            ArriveAtBarrier(
+                worker_id=worker_id,
+                incarnation=incarnation,
+                generation=generation,
+                barrier_id=barrier_id,
+                step=step,
+                expected=expected,
+                call_id=call_id[:32].hex(),
+                timeout_s=timeout_s,
+            )
+            for worker_id, incarnation, call_id in callers
+        )
     )
 
 

@@ -61,6 +61,7 @@ GCS = Provider(
         "delete": "storage.objects.delete",
     },
     credentials_hint="Set GOOGLE_APPLICATION_CREDENTIALS to a service account file, or attach a service account.",
+    endpoint_variables=("GOOGLE_BASE_URL",),
 )
 AZURE = Provider(
     tier="AZURE",
@@ -205,7 +206,7 @@ def _ini_section(path: str, section: str) -> dict[str, str]:
 
 def _speaks_plain_http(provider: Provider, config: Mapping[str, Any]) -> bool:
     """Whether the endpoint is plain HTTP and may be."""
-    endpoint = str(config.get("endpoint") or "")
+    endpoint = str(config.get("endpoint") or config.get("base_url") or "")
     for name in provider.endpoint_variables:
         endpoint = endpoint or os.environ.get(name, "")
     try:

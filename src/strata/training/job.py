@@ -60,7 +60,7 @@ from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.peers.link import PeerLink
 from strata.checkpoint.peers.wire import PeerError, parse_rate
 from strata.checkpoint.sharded.plan import Marked
-from strata.core.faults.failures import EXIT_AGAIN
+from strata.core.faults.failures import EXIT_AGAIN, Failure, WorkerError
 from strata.core.jobs.handover import Outcome, choose_save
 from strata.core.jobs.job import (
     AwaitSave,
@@ -96,6 +96,7 @@ from strata.errors import StrataError, require_linux
 from strata.launch import torchrun_trap
 from strata.processes import machine_token
 from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
+from strata.rendezvous.evidence import device_of
 from strata.rendezvous.leaving import write_outcome
 from strata.shared_memory import folder_name, memory_root, note_run, own_rack
 from strata.sinks import Sink, SinkRun
@@ -518,6 +519,7 @@ class ElasticJob:
                 policy=self.options.hang_policy,
                 name=f"rank {self.rank} of job '{self.name}'",
                 before_end=self._link.flush_logs if self._link is not None else None,
+                on_hang=self._report_hang,
             )
 
     def __exit__(
@@ -682,6 +684,19 @@ class ElasticJob:
         launched it."""
         launched = f"torchrun:{name}" if (name := _launch_name()) else self._launch
         return f"{MEMORY_RUN}{self._given_name or launched}"
+
+    def _report_hang(self, error: WorkerError) -> None:
+        if self._link is not None:
+            self._link.hangs(
+                Failure(
+                    rank=self.rank,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    gpu=device_of(self._local_rank),
+                    at_s=time.time(),
+                    error=error,
+                )
+            )
 
     def _open_link(self, opened: _Opened) -> None:
         run, kept = live.current(), self._kept

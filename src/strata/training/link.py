@@ -26,6 +26,7 @@ from typing import Any, Literal
 from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
+from strata.core.faults.failures import Failure
 from strata.core.text import as_identifier
 from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
@@ -147,6 +148,10 @@ class CoordinatorLink:
                 cause=recovery.cause,
             )
         )
+
+    def hangs(self, failure: Failure) -> None:
+        """This process makes no step, and nobody ends it for that."""
+        self._put(lambda: self._orchestrator.report_failure(failure))
 
     def continues(self, *, generation: int) -> None:
         """This process has entered its job again: the same worker, in a later generation of its run. What it knew of the run's

@@ -45,7 +45,7 @@ SCHEMAS_LIMIT = 10_000
 CLOSE_S, CRASH_S = 30.0, 1.0
 """How long sinks may take to finish: when a job ends, and when its process fails and should end at once."""
 PLAIN = frozenset({float, int, bool})
-TENSORS = frozenset({torch.Tensor})
+KNOWN = PLAIN | {torch.Tensor}
 NO_DEVICE = -1
 """What torch calls the CPU where it numbers devices."""
 SEPARATOR = "/"
@@ -141,7 +141,7 @@ class MetricLog:
         values = list(metrics.values())
         pending: list[_Pending] | None = None
         if not PLAIN.issuperset(map(type, values)):
-            names, values, pending = self._at_once(names, values) or self._resolved(metrics)
+            names, values, pending = self._resolved(names, values, metrics)
         if names not in self._checked:
             self._check(names)
         try:
@@ -169,24 +169,40 @@ class MetricLog:
         if self._thread.is_alive() and not failed:
             log.warning("the sinks of metrics have not finished after %.0f s", CLOSE_S)
 
+    def _resolved(self, names: tuple[str, ...], values: list[Any], metrics: Metrics) -> _Resolved:
+        kinds = set(map(type, values))
+        if not kinds <= KNOWN and any(issubclass(kind, (Mapping, Histogram)) for kind in kinds):
+            metrics = flattened(metrics)
+            names, values = tuple(metrics), list(metrics.values())
+            kinds = set(map(type, values))
+        if torch.Tensor not in kinds:
+            return names, values, None
+        return self._at_once(names, values) or self._one_by_one(names, values)
+
     def _at_once(self, names: tuple[str, ...], values: list[Any]) -> _Resolved | None:
-        """Where all values are tensors of one device, as those logged under these names before were: nothing is looked at one
-        by one. None where they are not."""
-        if names not in self._checked or not TENSORS.issuperset(map(type, values)):
+        """Where something was logged under these names before, and tensors are as they usually are, all of one device, none of
+        them is looked at by itself. None where they are not."""
+        if names not in self._checked:
             return None
-        devices = set(map(torch.Tensor.get_device, values))
+        where = [index for index, value in enumerate(values) if type(value) is torch.Tensor]
+        tensors = values if len(where) == len(values) else [values[index] for index in where]
+        devices = set(map(torch.Tensor.get_device, tensors))
         with suppress(RuntimeError):  # One of them has another shape, or several values.
             if devices == {NO_DEVICE}:
-                return names, list(map(torch.Tensor.item, values)), None
-            if len(devices) == 1 and values[0].is_cuda:
-                copied = self._copies.copied(values, devices.pop())
-                return names, [0.0] * len(values), [_Pending(range(len(values)), copied)]
+                numbers, pending = list(map(torch.Tensor.item, tensors)), None
+            elif len(devices) == 1 and tensors[0].is_cuda:
+                pending = [_Pending(where, self._copies.copied(tensors, devices.pop()))]
+                numbers = [0.0] * len(tensors)
+            else:
+                return None
+            if tensors is values:
+                return names, numbers, pending
+            for index, number in zip(where, numbers, strict=True):
+                values[index] = number
+            return names, values, pending
         return None
 
-    def _resolved(self, metrics: Metrics) -> _Resolved:
-        if any(isinstance(value, (Mapping, Histogram)) for value in metrics.values()):
-            metrics = flattened(metrics)
-        names, values = tuple(metrics), list(metrics.values())
+    def _one_by_one(self, names: tuple[str, ...], values: list[Any]) -> _Resolved:
         on_devices: dict[tuple[torch.device, torch.dtype | None], list[int]] = {}
         for index, value in enumerate(values):
             if type(value) is not torch.Tensor or value.numel() != 1:
@@ -208,7 +224,8 @@ class MetricLog:
     def _taken(self, values: list[Any], device: torch.device, where: list[int]) -> _Pending:
         """As they are now: whatever the loop does to its tensors afterwards."""
         with torch.no_grad():
-            found = [values[index].reshape(()) for index in where]
+            found = [values[index] for index in where]
+            found = [each if each.dim() == 0 else each.reshape(()) for each in found]
             if device.type == "cuda":
                 return _Pending(where, self._copies.copied(found, device.index))
             return _Pending(where, torch.stack(found))
@@ -369,7 +386,9 @@ def flattened(metrics: Metrics, prefix: str = "") -> dict[str, Any]:
     """Nested names become one, with '/'; a histogram becomes its parts."""
     flat: dict[str, Any] = {}
     for name, value in metrics.items():
-        if isinstance(value, Mapping):
+        if type(value) in KNOWN:
+            flat[f"{prefix}{name}" if prefix else name] = value
+        elif isinstance(value, Mapping):
             flat |= flattened(value, f"{prefix}{name}{SEPARATOR}")
         elif isinstance(value, Histogram):
             parts = zip(PARTS, value.parts(name), strict=True)

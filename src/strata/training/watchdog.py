@@ -33,13 +33,21 @@ _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 class Watchdog:
     def __init__(
-        self, *, timeout_s: float, policy: Policy, name: str, before_end: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_s: float,
+        policy: Policy,
+        name: str,
+        before_end: Callable[[], None] | None = None,
+        on_hang: Callable[[WorkerError], None] | None = None,
     ) -> None:
-        """`before_end` runs before the process ends: the time to send the last words."""
+        """`before_end` runs before the process ends: the time to send the last words. `on_hang` is called where it does not
+        end."""
         self._timeout_s = timeout_s
         self._policy = policy
         self._name = name
         self._before_end = before_end
+        self._on_hang = on_hang
         self._progress = 0
         self._doing = "starting"
         self._is_suspended = False
@@ -89,15 +97,13 @@ class Watchdog:
         if found := last_collectives():
             evidence += "\n\nIts last collectives, newest first:\n" + "\n".join(found)
         log.error("%s %s. Stacks:\n%s", self._name, said, evidence)
+        error = WorkerError(
+            type=HANG, message=said, traceback=evidence, step=last_step_here(), at_s=time.monotonic()
+        )
         if self._policy == "restart":
-            error = WorkerError(
-                type=HANG,
-                message=said,
-                traceback=evidence,
-                step=last_step_here(),
-                at_s=time.monotonic(),
-            )
             report(error)  # For the agent, which sees this process end.
+        elif self._on_hang is not None:
+            self._on_hang(error)
 
     def _only_waits(self) -> bool:
         frame = sys._current_frames().get(self._main or 0)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+from strata.core.faults.failures import Failure
+from strata.core.messages import JobId, ReportFailure
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
-from strata.rpc.wire import STATUS_NUMBERS
+from strata.rpc.wire import STATUS_NUMBERS, failure_report
 from strata.worker.address import coordinator_address, is_secure
 from strata.worker.errors import CoordinatorUnavailable, NotRegistered
 from strata.worker.outbox import MetricOutbox, ShippingHandler
@@ -506,6 +508,12 @@ class TrainingOrchestrator:
             cause=cause,
         )
         self._wait(self._session.call("ReportRecovery", request))
+
+    def report_failure(self, failure: Failure) -> None:
+        """Report what is wrong with a worker of this job that nobody ends for it: an incident, until the job makes steps again."""
+        me = JobId(self.job_id) if self.job_id else None
+        report = ReportFailure(failures=(failure,), launch="", job_id=me, decision="continue", reason="")
+        self._wait(self._session.call("ReportFailure", failure_report(report)))
 
     # --- the end --------------------------------------------------------------------------------------------
 

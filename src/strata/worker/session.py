@@ -28,8 +28,10 @@ import grpc.aio
 from strata.backoff import Backoff
 from strata.leader import Coordinators, Search
 from strata.rpc import coordinator_pb2 as pb
+from strata.rpc.frames import SESSIONS_VARIABLE
 from strata.rpc.stubs import Stubs
 from strata.worker.address import split_addresses
+from strata.worker.agent_stream import AgentStream
 from strata.worker.errors import (
     BarrierBroken,
     CoordinatorRefused,
@@ -46,6 +48,9 @@ log = logging.getLogger("strata.worker.session")
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
+RECONNECT_S = 0.2
+"""The longest pause after a session that was welcome: less than a coordinator waits for one whose connection dropped, so that a
+network that resets connections again and again gets nobody failed."""
 LOG_FLUSH_S = 0.2
 LAST_METRICS_S = 2.0
 """How long the last metrics may take to be answered before the goodbye."""
@@ -115,6 +120,7 @@ class SessionThread:
         self.on_stale: Callable[[str], None] = lambda reason: None
         self.connected = threading.Event()
         self._credentials = credentials
+        self._token = token
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._pid = os.getpid()
         self._waiting: dict[bytes, tuple[pb.WaitBarrierRequest, asyncio.Future[pb.BarrierOutcome]]] = {}
@@ -288,6 +294,8 @@ class SessionThread:
             except StaleWorker as stale:
                 self._become_stale(stale)
                 return
+            except CoordinatorUnavailable as away:
+                failure = away  # As this machine's agent has found.
             except asyncio.InvalidStateError:
                 log.debug("session lost while something was being sent")
             except asyncio.CancelledError:
@@ -296,14 +304,30 @@ class SessionThread:
                     raise
                 log.debug("session cancelled by the coordinator")
             finally:
+                was_welcome = self.connected.is_set()
                 self.connected.clear()
             if time.monotonic() - started_s > 5.0:
                 backoff.worked()
             if isinstance(failure, CoordinatorUnavailable) and self._is_next(search, failure):
                 continue
-            await asyncio.sleep(backoff.pause_s() or 0.0)
+            pause_s = backoff.pause_s() or 0.0
+            await asyncio.sleep(min(pause_s, RECONNECT_S) if was_welcome else pause_s)
 
-    async def _run_session(self, registration: pb.RegisterWorkerResponse, search: Search) -> None:
+    async def _open_stream(self, registration: pb.RegisterWorkerResponse, search: Search) -> Any:
+        """By way of this machine's agent where there is one that speaks for its workers; else a stream of its own."""
+        agent = os.environ.get(SESSIONS_VARIABLE)
+        if agent:
+            stream = await AgentStream.open(
+                agent,
+                address=search.address,
+                token=self._token,
+                secure=self._credentials is not None,
+                several=self.coordinators.are_several,
+                worker_id=registration.assigned_id,
+                incarnation=registration.incarnation,
+            )
+            if stream is not None:
+                return stream
         # Ready as soon as the channel is: a second back-off on top of the channel's would double the silence.
         waits = not self.coordinators.are_several
         stream = self._stubs(search.address).current.method("Session")(
@@ -315,6 +339,10 @@ class SessionThread:
         except asyncio.InvalidStateError:
             await stream.read()  # It has ended already; this says how.
             raise
+        return stream
+
+    async def _run_session(self, registration: pb.RegisterWorkerResponse, search: Search) -> None:
+        stream = await self._open_stream(registration, search)
         reader = self._loop.create_task(self._read(stream, search))
         try:
             sender = self._loop.create_task(self._send(stream, registration.heartbeat_interval_ms / 1000))
@@ -402,6 +430,9 @@ class SessionThread:
             match message.WhichOneof("body"):
                 case "welcome":
                     search.worked()
+                    if self.connected.is_set() and self.metrics is not None:
+                        self.metrics.reconnected()  # The stream of this machine was opened again.
+                        self._wake.set()
                     self.connected.set()
                 case "topology":
                     self._take_topology(message.topology)

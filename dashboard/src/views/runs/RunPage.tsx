@@ -193,7 +193,7 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
         <Figure label="Loss" value={number(run.loss, 4)} />
         <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
         <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
-        <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : `if a process dies; ${others.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}`} />
+        <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
         <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <RunDrains run={run} />

@@ -62,7 +62,7 @@ function Details({ worker }: { worker: Worker }) {
       </Section>
       <Section title="Resources"><ResourceList worker={worker} /></Section>
       <Section title="Last hour"><WorkerHistory worker={worker} /></Section>
-      {measured.length > 0 && <Section title="Training metrics"><Facts columns={2} items={measured.map(([name, value]) => [name, name.endsWith("_bytes") ? bytes(value) : number(value, 5)] as const)} /></Section>}
+      {measured.length > 0 && <Section title="Training metrics"><Facts items={measured.map(([name, value]) => [name, name.endsWith("_bytes") ? bytes(value) : number(value, 5)] as const)} /></Section>}
       {metadata.length > 0 && <Section title="Labels"><Facts columns={2} items={metadata} /></Section>}
       {worker.ip && <Section title={`Machine ${worker.ip}`}><DrainMachine host={worker.ip} /></Section>}
       <Section title="Latest log lines" action={<Link to="/logs" search={{ worker: worker.id }} className="text-sm font-medium text-accent hover:underline">Follow</Link>}><LastLines of={{ worker_id: worker.id }} /></Section>
@@ -129,7 +129,7 @@ function ResourceList({ worker }: { worker: Worker }) {
           <Gauge label={`GPU ${gpu.index} memory`} value={gpu.memory_used_bytes} max={gpu.memory_total_bytes} text={`${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`} />
         </div>
       ))}
-      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network received", bytes(r.network_rx_bytes)], ["Network sent", bytes(r.network_tx_bytes)]]} />
+      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network in, machine", bytes(r.network_rx_bytes)], ["Network out, machine", bytes(r.network_tx_bytes)]]} />
     </div>
   );
 }

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from strata.bench.coordinator.serving import HOST, Served
 from strata.bench.coordinator.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
 
-ROUND_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 120.0
 JOINING_AT_A_TIME = 100
 
 
@@ -67,16 +69,23 @@ class Fleet:
         self._connections: list[Connection] = []
 
     async def __aenter__(self) -> Fleet:
-        for _ in range(self._connection_count):
+        has_one_each = self._connection_count == self.size
+        while not has_one_each and len(self._connections) < self._connection_count:
             self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
         gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
-        async def join(number: int) -> FleetWorker:
+        async def join(number: int) -> None:
             async with gate:
-                connection = self._connections[number % self._connection_count]
-                return await self._join(f"worker-{number:04}", connection)
+                if has_one_each:
+                    connection = await Connection.open(HOST, self._coordinator.grpc_port)
+                    self._connections.append(connection)
+                else:
+                    connection = self._connections[number % self._connection_count]
+                self.workers.append(await self._join(f"worker-{number:05}", connection))
 
-        self.workers = list(await asyncio.gather(*(join(number) for number in range(self.size))))
+        async with self._beating():
+            await asyncio.gather(*(join(number) for number in range(self.size)))
+        self.workers.sort(key=lambda worker: worker.worker_id)
         await asyncio.sleep(0.5)  # News of so many joins goes round for a moment; it is not what is measured.
         return self
 
@@ -174,16 +183,42 @@ class Fleet:
         if message.HasField("topology") and message.topology.world_size == self.size:
             waiting.arrived(number)
 
+    async def lose(self, count: int) -> float:
+        """Seconds from the death of the last so many workers until each of the others has a generation without all of them."""
+        victims, self.workers = self.workers[-count:], self.workers[:-count]
+        self.size -= count
+        waiting = _Everybody(self.size)
+        for number, worker in enumerate(self.workers):
+            worker.session.on_message = partial(self._hear_topology, waiting, number)
+
+        def abort() -> None:
+            for victim in victims:
+                victim.connection.abort()
+
+        return await waiting.after(abort)
+
+    @asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        """Who has joined is not to be failed while the others do."""
+        beating = asyncio.create_task(self.beat(every_s=5.0))
+        try:
+            yield
+        finally:
+            beating.cancel()
+
     async def beat_at_1_hz(self) -> None:
-        """Until cancelled: every worker once a second, evenly spread over it, as a real fleet is."""
+        await self.beat(every_s=1.0)
+
+    async def beat(self, *, every_s: float) -> None:
+        """Until cancelled: every worker once in so many seconds, evenly spread, as a real fleet is."""
         slices = 100
         began_s, turn = time.monotonic(), 0
         while True:
             step = 1_000 + turn // slices
-            for place in range(turn % slices, self.size, slices):
+            for place in range(turn % slices, len(self.workers), slices):
                 self.workers[place].say(pb.WorkerMessage(heartbeat=heartbeat(step, worker=place)))
             turn += 1
-            await asyncio.sleep(max(0.0, began_s + turn / slices - time.monotonic()))
+            await asyncio.sleep(max(0.0, began_s + turn * every_s / slices - time.monotonic()))
 
 
 class AgentSwarm:
@@ -257,3 +292,160 @@ def _arrive(waiting: _Everybody, number: int, data: bytes) -> None:
 
 def _ignore(data: bytes) -> None:
     """Topology, plans and other news: a fleet that only measures does not react."""
+
+
+class MachineFleet:
+    """The same workers on machines whose agents speak for them: a connection and a stream for each machine, as the agents have.
+
+    What agents do with what their workers say is theirs, on machines of their own: here it has been done already.
+    """
+
+    def __init__(self, coordinator: Served, machines: int, ranks_each: int) -> None:
+        self._coordinator = coordinator
+        self._ranks_each = ranks_each
+        self.size = machines * ranks_each
+        self._connections: list[Connection] = []
+        self.streams: list[Stream] = []
+        self._machines = machines
+
+    async def __aenter__(self) -> MachineFleet:
+        for _ in range(self._machines):
+            self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
+        gate = asyncio.Semaphore(JOINING_AT_A_TIME)
+
+        async def join(number: int) -> Stream:
+            async with gate:
+                return await self._join(number, self._connections[number])
+
+        beating = asyncio.create_task(self.beat(every_s=5.0))
+        joined = await asyncio.gather(*map(join, range(self._machines)))
+        beating.cancel()
+        self.streams = list(joined)
+        await asyncio.sleep(0.5)  # As for a fleet without agents.
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections:
+            connection.close()
+        await asyncio.sleep(0)
+
+    async def _join(self, machine: int, connection: Connection) -> Stream:
+        stream = connection.call("Session")
+        welcomed = _Everybody(1 + self._ranks_each)
+
+        def hear(data: bytes) -> None:
+            message = pb.CoordinatorMessage.FromString(data)
+            if message.HasField("welcome"):
+                welcomed.arrived(message.member)
+
+        stream.on_message = hear
+        stream.send(_message(machine=pb.MachineHello(host=f"host-{machine}")))
+        for rank in range(self._ranks_each):
+            worker_id = f"worker-{machine * self._ranks_each + rank:05}"
+            request = pb.RegisterWorkerRequest(
+                worker_id=worker_id, hostname=f"host-{machine}", port=29500, gpu_count=1, memory_bytes=1 << 36
+            )
+            answer = pb.RegisterWorkerResponse.FromString(
+                await connection.unary("RegisterWorker", request.SerializeToString())
+            )
+            attach = pb.Attach(worker_id=worker_id, incarnation=answer.incarnation)
+            stream.send(_message(member=rank + 1, attach=attach))
+        await welcomed.after(lambda: None)
+        stream.on_message = _ignore
+        self.streams.append(stream)
+        return stream
+
+    def beats(self, machine: int, step: int) -> bytes:
+        """One folded heartbeat of a machine: every worker's report has changed."""
+        first = machine * self._ranks_each
+        message = pb.Beats(members=range(1, self._ranks_each + 1))
+        for rank in range(self._ranks_each):
+            beat = heartbeat(step, worker=first + rank)
+            message.reports.add(member=rank + 1, status=beat.status, resources=beat.resources)
+        return _message(beats=message)
+
+    async def barrier(self, name: str, step: int, *, beats_before: int = 0) -> float:
+        """Seconds from the first arrival, or the first heartbeat before it, to the last release, at the agents."""
+        beats = [self.beats(machine, step) for machine in range(self._machines)] if beats_before else []
+        arrivals = [
+            _message(
+                arrivals=pb.Arrivals(
+                    barrier=pb.WaitBarrierRequest(
+                        barrier_id=name, step=step, expected_participants=self.size
+                    ),
+                    members=range(1, self._ranks_each + 1),
+                    call_ids=[f"{name}-{step}-{machine}-{rank}".encode() for rank in range(self._ranks_each)],
+                )
+            )
+            for machine in range(self._machines)
+        ]
+        everyone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self.size
+
+        def hear(data: bytes) -> None:
+            nonlocal waiting
+            message = pb.CoordinatorMessage.FromString(data)
+            if message.HasField("outcomes"):
+                waiting -= len(message.outcomes.members)
+                if not message.outcomes.outcome.outcome.released:
+                    fail(message.outcomes.outcome.outcome.reason)
+                elif not waiting and not everyone.done():
+                    everyone.set_result(None)
+
+        def fail(reason: str = "a stream ended") -> None:
+            if not everyone.done():
+                everyone.set_exception(CallFailed(f"Barrier {name} at step {step}: {reason}"))
+
+        for stream in self.streams:
+            stream.on_message, stream.on_end = hear, fail
+        began_s = time.perf_counter()
+        for _ in range(beats_before):
+            for stream, beat in zip(self.streams, beats, strict=True):
+                stream.send(beat)
+        for stream, arrival in zip(self.streams, arrivals, strict=True):
+            stream.send(arrival)
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            await everyone
+        elapsed_s = time.perf_counter() - began_s
+        for stream in self.streams:
+            stream.on_message, stream.on_end = _ignore, lambda: None
+        return elapsed_s
+
+    async def beat(self, *, every_s: float) -> None:
+        """Until cancelled: every machine once in so many seconds, evenly spread."""
+        slices = 100
+        began_s, turn = time.monotonic(), 0
+        while True:
+            for machine in range(turn % slices, len(self.streams), slices):
+                self.streams[machine].send(self.beats(machine, 1_000 + turn // slices))
+            turn += 1
+            await asyncio.sleep(max(0.0, began_s + turn * every_s / slices - time.monotonic()))
+
+    async def lose(self, machines: int) -> float:
+        """Seconds from the death of so many machines until each of the others has a generation without all of their workers."""
+        victims, self._connections = self._connections[-machines:], self._connections[:-machines]
+        self.streams = self.streams[:-machines]
+        self._machines -= machines
+        self.size -= machines * self._ranks_each
+        waiting = _Everybody(self.size)
+
+        def hear(machine: int, data: bytes) -> None:
+            message = pb.CoordinatorMessage.FromString(data)
+            if message.HasField("topologies") and message.topologies.topology.world_size == self.size:
+                for member in message.topologies.members:
+                    waiting.arrived(machine * self._ranks_each + member - 1)
+
+        for machine, stream in enumerate(self.streams):
+            stream.on_message = partial(hear, machine)
+
+        def abort() -> None:
+            for victim in victims:
+                victim.abort()
+
+        return await waiting.after(abort)
+
+
+def _message(**body: Any) -> bytes:
+    return framed(pb.WorkerMessage(**body).SerializeToString())

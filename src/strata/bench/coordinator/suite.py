@@ -15,7 +15,7 @@ from statistics import median
 
 from strata.bench.coordinator import tcpstore
 from strata.bench.coordinator.browsers import Browser
-from strata.bench.coordinator.fleet import ROUND_TIMEOUT_S, AgentSwarm, Fleet, heartbeat
+from strata.bench.coordinator.fleet import ROUND_TIMEOUT_S, AgentSwarm, Fleet, MachineFleet, heartbeat
 from strata.bench.coordinator.serving import Served, bare_grpc_server, served_coordinator
 from strata.bench.coordinator.unary import calls_per_second, driver
 from strata.bench.table import Row, number, report
@@ -40,6 +40,11 @@ class Load:
     repeats: int = 5
     barriers: Sequence[tuple[int, int, float]] = ((100, 300, 25.0), (1_000, 100, 150.0))
     """Workers, rounds, and the milliseconds that the 99th percentile may take."""
+    machines: int = 125
+    ranks_each: int = 8
+    """For what agents say for their workers."""
+    machine_rounds: int = 100
+    machine_barrier_ms: float = 40.0
     shared_connections: int = 10
     """Barriers are measured twice: over so many connections, and over one for each worker."""
     plans: Sequence[tuple[int, float]] = ((10_000, 10.0), (100_000, 60.0))
@@ -57,6 +62,9 @@ QUICK = Load(
     unary_calls=500,
     repeats=1,
     barriers=((10, 5, 25.0),),
+    machines=3,
+    ranks_each=4,
+    machine_rounds=5,
     shared_connections=2,
     plans=((1_000, 10.0),),
     plan_repeats=3,
@@ -75,6 +83,7 @@ def run(load: Load) -> Iterator[Row]:
     yield from _plan_rows(load)
     yield _lookup_row(load)
     yield asyncio.run(_heartbeat_row(load))
+    yield from asyncio.run(_machine_rows(load))
     yield from asyncio.run(_unary_rows(load))
     for workers, rounds, target_ms in load.barriers:
         peer = _barrier_peer(workers, load.peer_rounds)
@@ -183,10 +192,46 @@ async def _heartbeat_row(load: Load) -> Row:
         name=f"heartbeats over {load.beating_workers} sessions",
         measured=median(rates),
         unit="per s",
-        target=12_000,
+        target=40_000,
         peer=peer,
         note=f"{_spread(rates)}; {cpu_us:.0f} µs of coordinator CPU each",
     )
+
+
+async def _machine_rows(load: Load) -> list[Row]:
+    """Workers of machines whose agents speak for them: heartbeats with a new report of each, and barriers."""
+    total = load.machines * load.ranks_each * load.beats_per_worker
+    where = f"{load.machines * load.ranks_each:,} workers on {load.machines:,} machines with agents"
+    with served_coordinator() as coordinator:
+        async with MachineFleet(coordinator, load.machines, load.ranks_each) as fleet:
+            await fleet.barrier("warm-up", 0, beats_before=load.beats_per_worker // 10)
+            before = coordinator.cost()
+            rates = [
+                total / await fleet.barrier("beats", step, beats_before=load.beats_per_worker)
+                for step in range(load.repeats)
+            ]
+            beats_cpu_us = coordinator.cost().cpu_since_s(before) / total / load.repeats * 1e6
+            before = coordinator.cost()
+            times_ms = [await fleet.barrier("bench", step) * 1000 for step in range(load.machine_rounds)]
+            barrier_cpu_ms = coordinator.cost().cpu_since_s(before) / load.machine_rounds * 1000
+    return [
+        Row(
+            name=f"heartbeats of {where}",
+            measured=median(rates),
+            unit="per s",
+            target=100_000,
+            note=f"{_spread(rates)}; {beats_cpu_us:.1f} µs of coordinator CPU each; folded by machine, every report is a new one",
+        ),
+        Row(
+            name=f"barrier of {where}, p99",
+            measured=_percentile(times_ms, 99),
+            unit="ms",
+            target=load.machine_barrier_ms,
+            better="lower",
+            note=f"first arrival to last release; {load.machine_rounds} rounds, median {median(times_ms):.1f}, "
+            f"worst {max(times_ms):.1f}; {barrier_cpu_ms:.1f} ms of coordinator CPU a round",
+        ),
+    ]
 
 
 async def _unary_rows(load: Load) -> list[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -19,6 +19,7 @@ from strata.core.text import counted
 from strata.data.errors import DataError
 from strata.data.preview import Limits, describe
 from strata.data.reader import DatasetReader
+from strata.data.readers.base import OnBad
 from strata.data.tokens.building.progress import TerminalProgress
 from strata.data.verify import Damage, verify_dataset
 
@@ -32,15 +33,18 @@ Places = Annotated[
     list[str], typer.Argument(metavar="URL", help="Files, folders, patterns or URLs, or NAME.samples.")
 ]
 Kind = Annotated[str | None, typer.Option("--format", "-f", help="What it is, where suffixes do not say so.")]
+OnBadRecord = Annotated[
+    Literal["raise", "skip"], typer.Option("--on-bad", help="Stop at a bad record, or skip and count it.")
+]
 Count = Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="How many samples.")]
 SHOWN_FILES = 10
 LINE_CHARS = 160
 
 
 @app.command()
-def stat(places: Places, format: Kind = None, as_json: AsJson = False) -> None:
+def stat(places: Places, format: Kind = None, on_bad: OnBadRecord = "raise", as_json: AsJson = False) -> None:
     """Format, files, samples, bytes and fields."""
-    reader = _open(places, format)
+    reader = _open(places, format, on_bad)
     files = reader.files
     total_bytes = sum(file.size_bytes for file in files)
     fields = _fields(reader)
@@ -83,9 +87,15 @@ def stat(places: Places, format: Kind = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def head(places: Places, count: Count = 5, format: Kind = None, as_json: AsJson = False) -> None:
+def head(
+    places: Places,
+    count: Count = 5,
+    format: Kind = None,
+    on_bad: OnBadRecord = "raise",
+    as_json: AsJson = False,
+) -> None:
     """The first samples."""
-    reader = _open(places, format)
+    reader = _open(places, format, on_bad)
     _show(reader, range(min(count, len(reader))), as_json=as_json)
 
 
@@ -95,18 +105,21 @@ def sample(
     count: Count = 5,
     seed: Annotated[int, typer.Option(help="Which samples: the first of a shuffled epoch.")] = 0,
     format: Kind = None,
+    on_bad: OnBadRecord = "raise",
     as_json: AsJson = False,
 ) -> None:
     """Samples drawn at random: those that training with the same seed sees first."""
-    reader = _open(places, format)
+    reader = _open(places, format, on_bad)
     order = EpochOrder(total=len(reader), seed=seed)
     _show(reader, order.take(np.arange(min(count, len(reader)))).tolist(), as_json=as_json)
 
 
 @app.command()
-def verify(places: Places, format: Kind = None, as_json: AsJson = False) -> None:
+def verify(
+    places: Places, format: Kind = None, on_bad: OnBadRecord = "raise", as_json: AsJson = False
+) -> None:
     """Read everything once, and compare digests where the format has them."""
-    reader = _open(places, format)
+    reader = _open(places, format, on_bad)
     with TerminalProgress(doing="verifying", unit="samples") as progress:
         report = verify_dataset(reader, progress=progress)
     if as_json:
@@ -131,9 +144,9 @@ def _say(damage: Damage) -> None:
     console.print(Text.assemble(("✗ ", "red"), damage.reason), soft_wrap=True)
 
 
-def _open(places: list[str], format: str | None) -> DatasetReader:
+def _open(places: list[str], format: str | None, on_bad: OnBad) -> DatasetReader:
     with TerminalProgress(doing="looking", unit="samples") as progress:
-        return DatasetReader(places, format, progress=progress)
+        return DatasetReader(places, format, on_bad=on_bad, progress=progress)
 
 
 def _fields(reader: DatasetReader) -> list[dict[str, str]]:

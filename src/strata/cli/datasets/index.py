@@ -53,6 +53,10 @@ def index(
     samples: Annotated[
         bool, typer.Option("--samples", help="Find the samples of a dataset instead of tokenizing it.")
     ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help="With --samples, what it is, where suffixes do not say so."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text files into an index. After a crash the same command continues where it stopped.
@@ -61,8 +65,10 @@ def index(
     number. What was found is kept in the cache, and with --output in one file that any machine opens at once.
     """
     if samples:
-        _index_samples(files, output, on_bad, as_json=as_json)
+        _index_samples(files, output, format, on_bad, as_json=as_json)
         return
+    if format is not None:
+        raise InvalidArgument("--format", "is for --samples; text is told from its suffix.")
     if not output:
         raise InvalidArgument("--output", "is missing: say where to write the index.")
     options = BuildOptions(
@@ -77,9 +83,11 @@ def index(
             typer.echo(line)
 
 
-def _index_samples(files: list[str], output: str, on_bad: OnBad, *, as_json: bool) -> None:
+def _index_samples(
+    files: list[str], output: str, format: str | None, on_bad: OnBad, *, as_json: bool
+) -> None:
     with TerminalProgress(doing="indexing", unit="samples") as progress:
-        found = discover(files, on_bad=on_bad, progress=progress)
+        found = discover(files, format, on_bad=on_bad, progress=progress)
     size_bytes = save(found, output) if output else 0
     if as_json:
         print_json(

@@ -20,6 +20,15 @@ def serve(
         int | None, typer.Option(help="A further port for /api/health and /metrics alone. [none]")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Directory of the journal. [~/.strata]")] = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            help="Journal of several coordinators, of which one leads: etcd://HOST:PORT,HOST:PORT. [in --data-dir]"
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Host under which others reach this coordinator. [--host]")
+    ] = None,
     heartbeat_timeout: Annotated[
         float | None, typer.Option(help="Seconds without a heartbeat after which a worker is failed. [30]")
     ] = None,
@@ -45,6 +54,8 @@ def serve(
         "http_port": http_port,
         "metrics_port": metrics_port,
         "data_dir": data_dir,
+        "journal": journal,
+        "advertise": advertise,
         "trust_loopback": trust_loopback,
         "heartbeat_timeout": heartbeat_timeout,
         "launcher": launcher,

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -247,8 +247,13 @@ class TaskTokens:
     still one that may act is for the caller to ask.
     """
 
-    def __init__(self, data_dir: Path) -> None:
-        self._key = _private_key(data_dir / "task-tokens.key")
+    def __init__(self, data_dir: Path, *, agree: Callable[[bytes], bytes] | None = None) -> None:
+        """`agree`: what several coordinators use together, given what this one would."""
+        path = data_dir / "task-tokens.key"
+        self._key = _private_key(path)
+        if agree is not None and (agreed := agree(self._key)) != self._key:
+            write_file(path, agreed, durable=True, mode=0o600)
+            self._key = _private_key(path)
 
     def of(self, task_id: str) -> str:
         return f"{TASK_PREFIX}{task_id}_{self._proof(task_id)}"

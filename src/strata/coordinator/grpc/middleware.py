@@ -19,6 +19,7 @@ from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper, parse_sub
 from strata.coordinator.auth.peers import Address, parse_grpc_peer
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import InternalError, StorageFull, Unavailable
+from strata.coordinator.leadership import Standby
 from strata.core.messages import Conflict, InvalidArgument, Overloaded, Refused, Stale, Unknown
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
@@ -51,6 +52,10 @@ async def refuse(context: Context, error: StrataError) -> NoReturn:
         ("strata-code", error.code),
         ("strata-hint-bin", error.hint.encode()),
     )
+    if isinstance(error, Standby):
+        trailers += (("strata-role", "standby"),)
+        if error.leader is not None:
+            trailers += (("strata-leader", error.leader.grpc),)
     if isinstance(error, Refused) and error.cause:
         trailers += (("strata-cause", error.cause),)
     await context.abort(status, str(error), trailers)
@@ -73,17 +78,18 @@ async def next_message(context: Context) -> Any:
     return None if message is _END else message
 
 
-async def read_hello(context: Context, *, of: str, named: str) -> Any:
-    """The first message of a stream, which says whose it is."""
+async def read_hello(context: Context, *, of: str, named: str, also: str = "") -> Any:
+    """The hello of a stream, which says whose it is; `also` is another body that does."""
     hint = f"Send {named} first."
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             first = await next_message(context)
     except TimeoutError:
         raise InvalidArgument("hello", "did not come.", hint=hint) from None
-    if first is None or first.WhichOneof("body") != "hello":
+    body = first.WhichOneof("body") if first is not None else None
+    if body is None or body not in ("hello", also):
         raise InvalidArgument("hello", f"must be the first message of {of}.", hint=hint)
-    return first.hello
+    return getattr(first, body)
 
 
 def own_key(key: str, caller: Principal) -> str:

@@ -23,6 +23,7 @@ from strata.coordinator.grpc.sessions import Sessions
 from strata.coordinator.grpc.streams import Streams
 from strata.coordinator.grpc.waits import Outcome
 from strata.coordinator.inspection.datasets import DatasetInspection
+from strata.coordinator.leadership import Alone, Standing
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
@@ -58,6 +59,11 @@ log = logging.getLogger("strata.coordinator.grpc")
 SHARDS_AT_A_TIME = 1_000
 BROKEN_HINT = b"Look at the missing workers' logs; then wait at the barrier again."
 
+FOLLOWED = frozenset({"ListDatasets", "GetLatestCheckpoint", "AdmitHost"})
+"""What a standby answers too, as soon as it has applied everything that was acknowledged before it was asked. Values are not
+among them: the soft ones, and the versions that a new leader gives out, are known to the leader alone."""
+READS = frozenset({"ReadValue", "Heartbeat"})
+"""What is answered without being written first, by the leader alone."""
 AUDITED = frozenset({"RegisterWorker", "DeregisterWorker", "RegisterDataset"})
 """What is written down when it is allowed; what is refused always is."""
 
@@ -78,7 +84,10 @@ def _call(
             caller = self.access.identify(context)
             if isinstance(request, Malformed):
                 raise unreadable(request)
+            await (self.standing.caught_up() if name in FOLLOWED else self.standing.confirmed())
             answer = await handler(self, request, context, caller)
+            if name in READS:
+                await self.standing.confirmed()  # It may have slept since: what was read may be old by now.
         except StrataError as error:
             if isinstance(error, Forbidden):
                 self.access.audit(context, caller, name, target=_target(request), refusal=error.message)
@@ -107,7 +116,9 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         heartbeat_interval_s: float,
         worker_config: dict[str, str],
         on_metrics: Callable[[JobId, MetricBatch], None],
+        standing: Standing | None = None,
     ) -> None:
+        self.standing = standing or Alone()
         self.engine = engine
         self.sessions = sessions
         self.logs = logs
@@ -480,12 +491,23 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Presence(self, request_iterator: object, context: Context) -> None:
         self.metrics.request("Presence")
+        await self._require_leading(context)
         await self._agents.serve(context, self.access)
 
     # --- session --------------------------------------------------------------------------------------------
 
     async def Session(self, request_iterator: object, context: Context) -> None:
+        await self._require_leading(context)
         await self._streams.serve(context)
+
+    async def _require_leading(self, context: Context) -> None:
+        """Streams are the leader's alone. Who may not call at all is not told who leads."""
+        try:
+            if self.standing.role != "leader":
+                self.access.identify(context)
+            await self.standing.confirmed()
+        except StrataError as error:
+            await refuse(context, error)
 
     # --- whose ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from strata.coordinator.auth.principals import Principal
 from strata.coordinator.engine import Engine
@@ -40,11 +41,18 @@ log = logging.getLogger("strata.coordinator.sessions")
 
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
+STREAM_NEWS_S = 1 / 20_000
+SESSION_NEWS_S = 1 / 50_000
+"""While many join or leave, the next news wait so long for each stream, and each session, that has been notified: the more there are,
+the rarer. One change after a quiet time waits for `GATHER_S` alone."""
 TOPOLOGY = "topology"
 
 
 class WorkerSession:
     """One worker's stream, seen from the coordinator."""
+
+    is_shared = False
+    """Whether it rides on the stream of its machine."""
 
     def __init__(self, worker_id: WorkerId, incarnation: int, job_id: JobId) -> None:
         self.worker_id = worker_id
@@ -63,6 +71,10 @@ class WorkerSession:
         """News, in place of what has not been read yet about the same."""
         self._news[about] = message
         self._filled.set()
+
+    def notify_topology(self, generation: int, rank: int, world_size: int, reason: str) -> None:
+        topology = pb.Topology(generation=generation, rank=rank, world_size=world_size, reason=reason)
+        self.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
 
     def push(self, message: pb.CoordinatorMessage) -> None:
         """An answer, which none replaces."""
@@ -91,31 +103,47 @@ class WorkerSession:
         return messages
 
 
+class StreamOfMany(Protocol):
+    """A machine's stream, which the sessions of its workers ride on."""
+
+    caller: Principal
+
+    def end(self, why: str) -> None: ...
+
+
 class Sessions:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cluster = engine.cluster
         self._sessions: dict[WorkerId, WorkerSession] = {}
+        self.machines: set[StreamOfMany] = set()
         self.waits = Waits()
         self._changed_jobs: dict[JobId, str] = {}
         self._changed_plans: dict[tuple[JobId, DatasetId], pb.PlanChanged] = {}
         self._flush: asyncio.TimerHandle | None = None
         self._is_overdue = False
+        self._next_news_s = 0.0
+        """By the loop's clock: not before this."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     # --- coming and going -----------------------------------------------------------------------------------
 
-    def open(self, worker_id: WorkerId, incarnation: int) -> WorkerSession:
+    def open(
+        self,
+        worker_id: WorkerId,
+        incarnation: int,
+        make: Callable[[WorkerId, int, JobId], WorkerSession] = WorkerSession,
+    ) -> WorkerSession:
         """A session for a member that has just been admitted; it replaces an older one of the same worker."""
         older = self._sessions.get(worker_id)
         if older is not None:
             older.end("a newer stream of the same worker replaced it")
         job = self._cluster.membership.members[worker_id].spec.job_id
-        session = self._sessions[worker_id] = WorkerSession(worker_id, incarnation, job)
+        session = self._sessions[worker_id] = make(worker_id, incarnation, job)
         self._engine.observe(WorkerConnected(worker_id=worker_id, incarnation=incarnation))
-        session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=self._topology(session, "connected")))
+        self._notify_topology(session, "connected")
         return session
 
     def close(self, session: WorkerSession) -> None:
@@ -132,12 +160,17 @@ class Sessions:
         """Ends the sessions of callers whose credential was taken away or has expired."""
         callers = {session.caller for session in self._sessions.values() if session.caller is not None}
         revoked = {caller for caller in callers if not still_counts(caller)}
-        for session in self._sessions.values():
+        why = "its credential was revoked or has expired"
+        for machine in [each for each in self.machines if not still_counts(each.caller)]:
+            machine.end(why)
+        for session in list(self._sessions.values()):
             if session.caller in revoked:
-                session.end("its credential was revoked or has expired")
+                session.end(why)
 
     def end_all(self, why: str) -> None:
-        for session in self._sessions.values():
+        for machine in self.machines:
+            machine.end(why)
+        for session in list(self._sessions.values()):
             session.end(why)
 
     # --- news -----------------------------------------------------------------------------------------------
@@ -178,7 +211,7 @@ class Sessions:
         if session is not None and session.incarnation == incarnation:
             session.push(pb.CoordinatorMessage(stale=pb.Stale(reason=reason, cause=cause)))
             session.end(reason)
-            del self._sessions[worker_id]
+            self._sessions.pop(worker_id, None)  # Of a machine's stream it has closed itself.
 
     def _gather_topology(self, job: JobId, reason: str) -> None:
         self._changed_jobs[job] = reason
@@ -186,31 +219,38 @@ class Sessions:
 
     def _schedule(self) -> None:
         if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._notify)
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_at(max(loop.time() + GATHER_S, self._next_news_s), self._notify)
 
     def _notify(self) -> None:
         self._is_overdue = not self._engine.is_settled
         if self._is_overdue:
             return  # `committed` is called as soon as the rest is durable.
         self._flush = None
+        # One stream each, but for those of a machine, which share one.
+        streams = len(self.machines) + sum(1 for each in self._sessions.values() if not each.is_shared)
+        pause_s = streams * STREAM_NEWS_S + len(self._sessions) * SESSION_NEWS_S
+        self._next_news_s = asyncio.get_running_loop().time() + pause_s
         jobs, self._changed_jobs = self._changed_jobs, {}
         plans, self._changed_plans = self._changed_plans, {}
         plan_messages: dict[JobId, list[tuple[str, pb.CoordinatorMessage]]] = {}
         for (job, dataset), plan in plans.items():
             news = (f"plan of {dataset}", pb.CoordinatorMessage(plan=plan))
             plan_messages.setdefault(job, []).append(news)
+        membership = self._cluster.membership
+        changed = {
+            job: (membership.roster(job), membership.job_generations.get(job, 0), reason)
+            for job, reason in jobs.items()
+        }
         for session in list(self._sessions.values()):
-            if session.job_id in jobs:
-                topology = self._topology(session, jobs[session.job_id])
-                session.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
+            if session.job_id in changed:
+                roster, generation, reason = changed[session.job_id]
+                session.notify_topology(generation, roster.get(session.worker_id, 0), len(roster), reason)
             for about, message in plan_messages.get(session.job_id, ()):
                 session.notify(about, message)
 
-    def _topology(self, session: WorkerSession, reason: str) -> pb.Topology:
-        roster = self._cluster.membership.roster(session.job_id)
-        return pb.Topology(
-            generation=self._cluster.membership.job_generations[session.job_id],
-            rank=roster.get(session.worker_id, 0),
-            world_size=len(roster),
-            reason=reason,
-        )
+    def _notify_topology(self, session: WorkerSession, reason: str) -> None:
+        membership = self._cluster.membership
+        roster = membership.roster(session.job_id)
+        generation = membership.job_generations[session.job_id]
+        session.notify_topology(generation, roster.get(session.worker_id, 0), len(roster), reason)

@@ -1,4 +1,5 @@
-"""The `Session` stream: the hot path of every worker, and how a dropped connection is noticed at once.
+"""The `Session` stream: the hot path of every worker, and how a dropped connection is noticed at once. See `machines` for those of
+machines, whose agents speak for their workers.
 
 Heartbeats touch soft state only and arrivals are handed over without waiting. A stream is read no faster than its
 share, so one that floods slows nobody else; one whose peer does not read ends within a second of being over.
@@ -13,6 +14,7 @@ from contextlib import suppress
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine, Unavailable
+from strata.coordinator.grpc.machines import Machines, MachineSession
 from strata.coordinator.grpc.middleware import (
     Context,
     GrpcAccess,
@@ -76,6 +78,14 @@ class Streams:
         self._run_history = run_history
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._on_metrics = on_metrics
+        self.machines = Machines(
+            engine,
+            sessions,
+            metrics,
+            self._take,
+            messages_per_second=MESSAGES_PER_SECOND,
+            welcome=self._welcoming,
+        )
 
     async def serve(self, context: Context) -> None:
         """From the hello to the end, whoever ends it."""
@@ -90,22 +100,30 @@ class Streams:
                 await context.write(wire.stale(error))
             await refuse(context, error)
         writer = asyncio.create_task(self._write(session, context))
-        reader = asyncio.create_task(self._read(session, context))
+        if isinstance(session, MachineSession):
+            reader = asyncio.create_task(self.machines.read(session, context))
+        else:
+            reader = asyncio.create_task(self._read(session, context))
         for task in (writer, reader):
             task.add_done_callback(_look_at)
         try:
             await asyncio.wait({writer, reader, session.ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()
-            self._sessions.close(session)
+            if isinstance(session, MachineSession):
+                self.machines.close(session)
+            else:
+                self._sessions.close(session)
             await asyncio.wait({writer}, timeout=FLUSH_S)
             writer.cancel()
             failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
         if isinstance(failed, StrataError):
             await refuse(context, failed)
 
-    async def _welcome(self, context: Context, caller: Principal) -> WorkerSession:
-        hello = await read_hello(context, of="a session", named="Hello")
+    async def _welcome(self, context: Context, caller: Principal) -> WorkerSession | MachineSession:
+        hello = await read_hello(context, of="a session", named="Hello", also="machine")
+        if isinstance(hello, pb.MachineHello):
+            return self.machines.open(hello, caller)
         self._metrics.request("Session.hello")
         cluster = await self._engine.settled()
         worker_id = WorkerId(hello.worker_id)
@@ -114,17 +132,16 @@ class Streams:
         caller.require_job(member.spec.job_id)
         session = self._sessions.open(worker_id, member.incarnation)
         session.caller = caller
-        session.push(
-            pb.CoordinatorMessage(
-                welcome=pb.Welcome(
-                    server_timestamp_ms=time.time_ns() // 1_000_000,
-                    heartbeat_interval_ms=self._heartbeat_interval_ms,
-                )
-            )
-        )
+        session.push(pb.CoordinatorMessage(welcome=self._welcoming()))
         return session
 
-    async def _write(self, session: WorkerSession, context: Context) -> None:
+    def _welcoming(self) -> pb.Welcome:
+        return pb.Welcome(
+            server_timestamp_ms=time.time_ns() // 1_000_000,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+        )
+
+    async def _write(self, session: WorkerSession | MachineSession, context: Context) -> None:
         while messages := await session.next_messages():
             for message in messages:
                 await context.write(message)

@@ -71,11 +71,16 @@ class Waits:
         self.by_worker: dict[WorkerId, set[Wait]] = {}
 
     def open(
-        self, worker_id: WorkerId, deliver: Callable[[Outcome, int], None], *, owner: object = None
+        self,
+        worker_id: WorkerId,
+        deliver: Callable[[Outcome, int], None],
+        *,
+        owner: object = None,
+        at_most: int = WAITS_PER_WORKER,
     ) -> Wait:
         """`deliver(outcome, order)` is called once the caller's round has ended, unless it closes before."""
         waits = self.by_worker.setdefault(worker_id, set())
-        if len(waits) >= WAITS_PER_WORKER:
+        if len(waits) >= at_most:
             raise Overloaded(
                 f"This worker has {len(waits)} calls waiting at barriers, which is the limit.",
                 hint="Wait for some of them to end before making more.",

@@ -62,6 +62,7 @@ ROUTERS = (
 _ERRORS: Responses = {
     status: {"model": ErrorBody, "description": meaning}
     for status, meaning in {
+        307: "This coordinator is a standby; the call is taken at the address in Location",
         400: "The request is not well-formed",
         401: "A token is required",
         403: "Not allowed",
@@ -90,8 +91,8 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper, audit_log: AuditLog) ->
         app.include_router(router)
     install_error_handlers(app)
     _document_units(app)
-    api = AccessMiddleware(app, gatekeeper, audit_log)
-    return EdgeMiddleware(Dashboard(api), gatekeeper, audit_log)
+    api = AccessMiddleware(app, gatekeeper, audit_log, runtime.standing)
+    return EdgeMiddleware(Dashboard(api), gatekeeper, audit_log, runtime.standing)
 
 
 def _document_units(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI, Request
@@ -21,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strata.coordinator.auth.audit_log import AuditLog
 from strata.coordinator.auth.gatekeeper import Connection, Gatekeeper
 from strata.coordinator.auth.principals import Forbidden, Principal
-from strata.coordinator.http.permissions import need_of
+from strata.coordinator.http.permissions import READERS_CHANGE, need_of
+from strata.coordinator.leadership import Standby, Standing
 from strata.errors import StrataError
 
 BODY_LIMIT_BYTES = 1 << 20
@@ -37,6 +39,7 @@ _STATUSES = {
     "stale": 409,
     "overloaded": 503,
     "unavailable": 503,
+    "standby": 503,
     "storage_full": 507,
     "tokens": 503,
     "missing_dependency": 501,
@@ -56,10 +59,11 @@ class ErrorBody(BaseModel):
 class EdgeMiddleware:
     """Around everything, files of the dashboard too: the name a call used, and what browsers must not make of an answer."""
 
-    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog, standing: Standing) -> None:
         self._app = app
         self._gatekeeper = gatekeeper
         self._audit_log = audit_log
+        self._standing = standing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,6 +76,7 @@ class EdgeMiddleware:
                 names = {name.lower() for name, _ in message["headers"]}
                 if b"x-content-type-options" not in names:
                     message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+                message["headers"] = [*message["headers"], (b"strata-role", self._standing.role.encode())]
             await send(message)
 
         try:
@@ -86,10 +91,11 @@ class EdgeMiddleware:
 class AccessMiddleware:
     """Around the API: who is calling, whether they may, and how much they may send. Changes and refusals are written down."""
 
-    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper, audit_log: AuditLog, standing: Standing) -> None:
         self._app = app
         self._gatekeeper = gatekeeper
         self._audit_log = audit_log
+        self._standing = standing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,6 +123,13 @@ class AccessMiddleware:
             _audit_refusal(self._audit_log, scope, connection, principal, refusal)
             await _refusal(refusal)(scope, receive, send)
             return
+        if changes and path not in READERS_CHANGE:
+            try:
+                await self._standing.confirmed()
+            except Standby as refusal:
+                await _discard(receive)
+                await _redirect(refusal, scope)(scope, receive, send)
+                return
         if changes and principal is not None:
             send = self._audited(scope, send, principal, connection)
         length = headers.get("content-length", "0")
@@ -231,6 +244,19 @@ def _header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
 
 
+def _redirect(refusal: Standby, scope: Scope) -> Response:
+    """To whoever leads, with the same method and body; for later, where nobody does."""
+    if refusal.leader is None:
+        return json_response(_error_body(refusal), status=503, headers={"Retry-After": "1"})
+    query = scope["query_string"].decode("latin-1")
+    path = quote(scope["path"], safe="/%:@!$&'()*+,;=-._~")
+    headers = {
+        "Location": f"{refusal.leader.http}{path}" + (f"?{query}" if query else ""),
+        "Strata-Leader": refusal.leader.http,
+    }
+    return json_response(_error_body(refusal), status=307, headers=headers)
+
+
 def _refusal(refusal: Forbidden) -> Response:
     headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
     return json_response(_error_body(refusal), status=refusal.status, headers=headers)
@@ -259,6 +285,8 @@ def install_error_handlers(app: FastAPI) -> None:
             audit_log, connection = request.app.state.audit_log, request.state.connection
             _audit_refusal(audit_log, request.scope, connection, principal, error)
             return _refusal(error)
+        if isinstance(error, Standby):  # Since the call was let in.
+            return _redirect(error, request.scope)
         return json_response(_error_body(error), status=_STATUSES.get(error.code, 500))
 
     @app.exception_handler(RequestValidationError)

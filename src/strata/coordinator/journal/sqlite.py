@@ -22,9 +22,8 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -32,9 +31,9 @@ import msgspec
 import strata
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.compaction import JournalSizes
+from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
-from strata.errors import StrataError
 from strata.files import make_file_private
 
 log = logging.getLogger("strata.coordinator")
@@ -69,52 +68,10 @@ CLEANED_AT_ONCE = 2_000
 """Rows. A piece of cleaning takes about as long as a commit."""
 
 
-class JournalError(StrataError):
-    """The history cannot be read or written. Nothing more may be acknowledged."""
-
-    code = "journal"
-
-
-class JournalFull(JournalError):
-    """There is no space left, not in the reserve either."""
-
-    code = "journal_full"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    seq: int
-    event: Event
-
-
-class Journal(Protocol):
-    """Where the engine keeps its history. SQLite here; anything that appends in order and survives will do."""
-
-    space: Space
-
-    def __str__(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def load(self) -> Iterator[Event]:
-        """The newest snapshot, then everything after it, in order."""
-        ...
-
-    def append(self, events: Sequence[Event]) -> None:
-        """Durable when it returns; all of them or none."""
-        ...
-
-    def snapshot(self, events: Iterable[Event]) -> None:
-        """Replace the snapshot by this history, which must lead to the state after the last append."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SqliteJournal:
     def __init__(self, data_dir: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self.path = data_dir / JOURNAL_NAME
-        self._lock = _lock_directory(data_dir)
+        self._lock = lock_directory(data_dir)
         try:
             self.space = Space(data_dir, reserve_bytes=reserve_bytes)
             open_privately(self.path)
@@ -460,7 +417,7 @@ def _make_private(data_dir: Path) -> None:
     )
 
 
-def _lock_directory(data_dir: Path) -> int:
+def lock_directory(data_dir: Path) -> int:
     try:
         _make_private(data_dir)
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

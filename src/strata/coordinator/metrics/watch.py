@@ -30,6 +30,7 @@ from strata.core.event_text import describe
 from strata.core.faults.incident_lines import IncidentLine, IncidentLines
 from strata.core.messages import (
     DEFAULT_JOB,
+    EndHang,
     Event,
     JobId,
     Report,
@@ -146,6 +147,10 @@ class Watch:
         self.jobs = {job: self._job_metrics(reports) for job, reports in by_job.items()}
         for job, metrics in self.jobs.items():
             self._remember(job, metrics, now_s)
+        for job, step in self._engine.cluster.incidents.hanging().items():
+            if job in self.jobs and self.jobs[job].step > step:
+                with suppress(Unavailable):  # It is asked again a second later.
+                    self._engine.post(EndHang(job_id=job, step=self.jobs[job].step), lambda answer: None)
 
     def last_reported(self) -> list[views.JobView]:
         """Of every job that is remembered, the one that reported last at the end."""

@@ -160,6 +160,11 @@ class Failure:
         return not self.is_about_peers and self.exit_code != -SIGTERM and not self.left
 
     @property
+    def hangs(self) -> bool:
+        """Whether its process is still there, and makes no step."""
+        return self.exit_code is None and not self.lost and self.error is not None and self.error.type == HANG
+
+    @property
     def who(self) -> str:
         rank = f"rank {self.rank}" if self.rank is not None else "a worker"
         where = [self.host] if self.host else []
@@ -232,7 +237,7 @@ RULES: tuple[Rule, ...] = (
                r"|uncorrectable ecc|illegal memory access|unspecified launch failure|fallen off the bus|\bnvrm\b.*xid")),
     Rule("gpu", "its copy of the state has changed by itself again and again", _raised("ReplicaDamaged")),
     Rule("unknown", "copies of the state differ, and nobody can tell which is right", _raised("ReplicasDiffer")),
-    Rule("hang", "its watchdog ended it, or it did not leave a process group that was over",
+    Rule("hang", "its watchdog found no step made in time, or it did not leave a process group that was over",
          lambda f: f.exit_code == EXIT_HUNG or bool(f.replaced) or _raised(HANG)(f)),
     Rule("storage", "an error of a store or of a checkpoint that could not be written or read",
          _raised("NoSpace", "DeviceError", "AccessDenied", "NoCredentials", "Unavailable", "Truncated", "StoreError",

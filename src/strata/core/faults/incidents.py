@@ -3,7 +3,7 @@
 An incident is opened by the first that knows of a failure: the agent of the machine, which sees the process end; else the
 coordinator, which loses the worker; else the recovery itself. What others report of the same failure is added to it, and who failed
 first and how is decided anew from all of it (`strata.core.faults.failures`). It is closed when the run has recovered, has stopped, or
-has failed again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
+has failed again. Ranks that hang and that nobody ends are one as well, closed when the run makes steps again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
 
 Pure: decides without changing, applies without deciding. The newest are kept, the oldest dropped.
 """
@@ -39,7 +39,7 @@ from strata.core.faults.failures import (
     others,
     rule_of,
 )
-from strata.core.messages import ReportFailure, ReportSlow
+from strata.core.messages import EndHang, ReportFailure, ReportSlow
 from strata.core.types import Instant, JobId, WorkerSpec
 
 KEPT = 1_000
@@ -54,6 +54,7 @@ LATE_S = 60.0
 NO_RUN = JobId("")
 """In place of a job, for what a person has decided about a machine."""
 UNSAID = "its agent has not said why"
+WAITS = "nobody is ended for it (hang_policy 'warn')"
 LEFT = "the run continues with fewer workers, and nobody has reported a failure"
 
 
@@ -142,6 +143,17 @@ class Incidents:
             found = [one for one in newest if one.reported.launch == job]
         return [view(incident) for incident in found]
 
+    def hanging(self) -> dict[JobId, int]:
+        """Jobs of which it is known only that workers hang, and the newest step that these had made."""
+        return {
+            incident.reported.job_id: max(
+                (failure.error.step or 0 for failure in incident.reported.failures if failure.error),
+                default=0,
+            )
+            for incident in self.records.values()
+            if _only_hangs(incident)
+        }
+
     def _newest(self, job: JobId, subject: IncidentSubject = "run") -> Incident | None:
         return next(
             (
@@ -155,6 +167,8 @@ class Incidents:
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_report(self, command: ReportFailure, job: JobId, cost: Cost, now: Instant) -> list[Event]:
+        if all(failure.hangs for failure in command.failures):
+            command = replace(command, decision="continue", reason=WAITS)
         known = self._known(job, seen=True)
         fresh = [failure for failure in command.failures if (failure.host, failure.pid) not in known]
         if not fresh:
@@ -195,7 +209,11 @@ class Incidents:
         before = incident.reported
         ended = {(failure.host, failure.pid) for failure in fresh}
         # Who saw a process end says more than who only lost it.
-        kept = [one for one in before.failures if not (is_lost(one) and (one.host, one.pid) in ended)]
+        kept = [
+            one
+            for one in before.failures
+            if not ((is_lost(one) or one.hangs) and (one.host, one.pid) in ended)
+        ]
         opened = self._opened(
             before.job_id,
             [*kept, *fresh],
@@ -204,7 +222,7 @@ class Incidents:
             number=before.incident_id,
         )
         stops = "stop" in (before.decision, command.decision)
-        nobody_said = not before.decision or all(map(is_lost, before.failures))
+        nobody_said = not before.decision or all(is_lost(one) or one.hangs for one in before.failures)
         said = command if command.decision == "stop" or nobody_said else before
         opened = replace(opened, decision="stop" if stops else said.decision, reason=said.reason or UNSAID)
         if command.decision == "stop" and incident.is_open:
@@ -284,6 +302,27 @@ class Incidents:
             )
         )
         return events
+
+    def decide_moving(self, command: EndHang, cost: Cost, now: Instant) -> list[Event]:
+        """A job whose workers hung makes steps again, by itself."""
+        checks.name("job_id", command.job_id)
+        checks.between("step", command.step, 0, checks.SAMPLES_LIMIT)
+        newest = self._newest(command.job_id)
+        if newest is None or not _only_hangs(newest):
+            return []
+        seconds = max(0.0, now.wall_s - newest.opened_at_s)
+        return [
+            IncidentClosed(
+                incident_id=newest.reported.incident_id,
+                job_id=command.job_id,
+                outcome="recovered",
+                lost_steps=0,
+                lost_s=seconds,
+                lost_gpu_s=seconds * max(1, cost.workers) * max(1, cost.gpus_per_worker),
+                reason=f"step {command.step:,} was made after {seconds:.1f} s",
+                at_s=now.wall_s,
+            )
+        ]
 
     def decide_task(self, changed: TaskChanged, cost: Cost, now: Instant) -> list[Event]:
         """An attempt at a task has ended. One that failed without any other evidence has its cause."""
@@ -449,7 +488,7 @@ class Incidents:
             for incident in self.records.values()
             if incident.reported.job_id == job and incident.is_about_run
             for failure in incident.reported.failures
-            if failure.pid and not failure.left and not (seen and is_lost(failure))
+            if failure.pid and not failure.left and not failure.hangs and not (seen and is_lost(failure))
         }
 
     def _opened(
@@ -580,6 +619,11 @@ def local_incident(
     if decision == "stop":
         incident = replace(incident, closed=nobody._closed_quietly(incident, "stopped", reason, now))
     return view(incident)
+
+
+def _only_hangs(incident: Incident) -> bool:
+    failures = incident.reported.failures
+    return incident.is_open and bool(failures) and all(failure.hangs for failure in failures)
 
 
 def is_lost(failure: Failure) -> bool:

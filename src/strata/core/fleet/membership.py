@@ -16,7 +16,8 @@ Deciding that silence means failure happens here; a dropped connection is notice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,7 +28,9 @@ from strata.core.messages import (
     DeregisterWorker,
     Event,
     Heartbeat,
+    HeartbeatsFolded,
     Instant,
+    InvalidArgument,
     JobId,
     NameInUse,
     Overloaded,
@@ -96,13 +99,54 @@ class Pulse:
     disconnected_mono_s: float | None = None
 
 
+class Reports(Mapping[WorkerId, Report]):
+    """What each worker said last about itself.
+
+    One that came unread is read, and checked, when somebody looks at it; one that is replaced before costs nothing, and one
+    that nobody can make sense of is not taken.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[WorkerId, Report] = {}
+        self._unread: dict[WorkerId, Callable[[], Report]] = {}
+
+    def put(self, worker_id: WorkerId, report: Report) -> None:
+        self._unread.pop(worker_id, None)
+        self._read[worker_id] = report
+
+    def put_unread(self, worker_id: WorkerId, report: Callable[[], Report]) -> None:
+        self._unread[worker_id] = report
+
+    def forget(self, worker_id: WorkerId) -> None:
+        self._unread.pop(worker_id, None)
+        self._read.pop(worker_id, None)
+
+    def __getitem__(self, worker_id: WorkerId) -> Report:
+        unread = self._unread.pop(worker_id, None)
+        if unread is not None:
+            with suppress(InvalidArgument):
+                report = unread()
+                checks.report(report)
+                self._read[worker_id] = report
+        return self._read[worker_id]
+
+    def __iter__(self) -> Iterator[WorkerId]:
+        for worker_id in list(self._unread):
+            with suppress(KeyError):
+                self[worker_id]
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Membership:
     def __init__(self, limits: MembershipLimits) -> None:
         self.limits = limits
         self.members: dict[WorkerId, Member] = {}
         """In the order of their seats."""
         self.pulses: dict[WorkerId, Pulse] = {}
-        self.reports: dict[WorkerId, Report] = {}
+        self.reports = Reports()
         self.slow: dict[WorkerId, str] = {}
         """Why, for every worker that the others of its job wait for."""
         self.failed_mono_s: dict[WorkerId, float] = {}
@@ -237,7 +281,13 @@ class Membership:
 
     def decide_tick(self, now: Instant) -> Iterator[WorkerFailed | WorkerForgotten]:
         """Failures and forgettings that are due. The caller applies each before it takes the next."""
-        for worker_id, pulse in list(self.pulses.items()):
+        alive_since_s = now.mono_s - self.limits.heartbeat_timeout_s
+        suspects = [  # Nearly all are well, ten times a second.
+            (worker_id, pulse)
+            for worker_id, pulse in self.pulses.items()
+            if pulse.disconnected_mono_s is not None or pulse.last_heartbeat_mono_s <= alive_since_s
+        ]
+        for worker_id, pulse in suspects:
             reason = self._overdue(pulse, now)
             if reason:
                 yield WorkerFailed(
@@ -287,9 +337,11 @@ class Membership:
                 self.runs.left(member.spec)
                 self.pulses.pop(event.worker_id, None)
                 self.failed_mono_s[event.worker_id] = now.mono_s
+                self._rosters.pop(member.spec.job_id, None)
                 self._changed(member.spec.job_id, event.generation)
             case WorkerLeft():
                 member = self._removed(event.worker_id)
+                self._rosters.pop(member.spec.job_id, None)
                 self._changed(member.spec.job_id, event.generation)
             case WorkerForgotten():
                 self._removed(event.worker_id)
@@ -303,7 +355,7 @@ class Membership:
 
     def _removed(self, worker_id: WorkerId) -> Member:
         self.pulses.pop(worker_id, None)
-        self.reports.pop(worker_id, None)
+        self.reports.forget(worker_id)
         self.failed_mono_s.pop(worker_id, None)
         member = self.members.pop(worker_id)
         if member.present:
@@ -332,9 +384,11 @@ class Membership:
             former=event.former,
             origin=event.origin or event.incarnation,
         )
+        if (roster := self._rosters.get(event.spec.job_id)) is not None and worker_id not in roster:
+            roster[worker_id] = len(roster)  # Newcomers sit down last: nobody else's rank changes.
         self.runs.joined(event.spec)
         self.pulses[worker_id] = Pulse(last_heartbeat_mono_s=now.mono_s, last_heartbeat_wall_s=event.at_s)
-        self.reports.pop(worker_id, None)
+        self.reports.forget(worker_id)
         self.incarnation = max(self.incarnation, event.incarnation)
         self._changed(event.spec.job_id, event.generation)
 
@@ -342,7 +396,6 @@ class Membership:
         self.generation = max(self.generation, generation)
         self.job_generations[job] = max(self.job_generations.get(job, 0), generation)
         self.job_changes[job] = self.job_changes.get(job, 0) + 1
-        self._rosters.pop(job, None)
 
     def forget_empty_jobs(self) -> list[JobId]:
         """Jobs that nobody is in any more are remembered for a while; returns those that no longer are."""
@@ -364,7 +417,19 @@ class Membership:
         self.admit(beat.worker_id, incarnation=beat.incarnation)
         checks.report(beat.report)
         self._seen(beat.worker_id, now)
-        self.reports[beat.worker_id] = beat.report
+        self.reports.put(beat.worker_id, beat.report)
+
+    def take_heartbeats(self, folded: HeartbeatsFolded, now: Instant) -> None:
+        """Whoever says something odd about itself is alive all the same: see `Reports`."""
+        for worker_id, incarnation, report in folded.beats:
+            member = self.members.get(worker_id)
+            if member is None or member.incarnation != incarnation or member.state != "active":
+                continue
+            pulse = self.pulses[worker_id]
+            pulse.last_heartbeat_mono_s = now.mono_s
+            pulse.last_heartbeat_wall_s = now.wall_s
+            if report is not None:
+                self.reports.put_unread(worker_id, report)
 
     def take_connection(self, opened: WorkerConnected, now: Instant) -> None:
         self.admit(opened.worker_id, incarnation=opened.incarnation)

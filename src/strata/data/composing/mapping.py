@@ -15,6 +15,7 @@ from typing import Any
 
 from strata.data.errors import DataError
 from strata.data.loading.steps import SizedDataset
+from strata.data.streaming.prefetch import Ahead, ahead_of
 
 LOOKED_AT = 1_000
 
@@ -33,6 +34,9 @@ class MappedDataset:
     @property
     def is_remote(self) -> bool:
         return bool(getattr(self._dataset, "is_remote", False))
+
+    def ahead(self) -> Ahead | None:
+        return ahead_of(self._dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -15,7 +15,7 @@ a sample belongs to. A sample's random numbers follow from its id, like everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,6 +34,7 @@ from strata.data.composing.packing import Documents, PackedDocuments, pack
 from strata.data.dataset import ElasticDataset
 from strata.data.errors import StateMismatch
 from strata.data.loading.steps import MapDataset, SizedDataset
+from strata.data.streaming.prefetch import Ahead, ahead_of
 
 Schedule = Sequence[tuple[int, Mapping[str, float]]]
 Begin = Callable[[int], None]
@@ -119,6 +120,13 @@ class Mixture:
     def is_remote(self) -> bool:
         return any(getattr(leaf, "is_remote", False) for leaf in self._leaves)
 
+    def ahead(self) -> Ahead | None:
+        """What fetches samples of remote sources before they are read."""
+        found = {
+            leaf: ahead for leaf, each in enumerate(self._leaves) if (ahead := ahead_of(each)) is not None
+        }
+        return _MixtureAhead(self, found) if found else None
+
     # Reading ------------------------------------------------------------------------------------------------
 
     def id_of(
@@ -146,16 +154,20 @@ class Mixture:
 
     def read(self, ids: Sequence[int], *, begin: Begin | None = None) -> list[Any]:
         """The samples of these ids; `begin` is called with each before it is read."""
-        places = np.asarray([id % self._size for id in ids], np.int64)
-        which = np.searchsorted(self._offsets, places, side="right") - 1
         found: list[Any] = [None] * len(ids)
-        for leaf in np.unique(which).tolist():
-            chosen = np.flatnonzero(which == leaf).tolist()
-            samples = (places[chosen] - self._offsets[leaf]).tolist()
+        for leaf, chosen, samples in self.by_leaf(ids):
             rows = _read_source(self._leaves[leaf], samples, [ids[i] for i in chosen], begin)
             for i, row in zip(chosen, rows, strict=True):
                 found[i] = row
         return found
+
+    def by_leaf(self, ids: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+        """For each dataset that ids are of: its number, which of the ids, and the samples they stand for."""
+        places = np.asarray([id % self._size for id in ids], np.int64)
+        which = np.searchsorted(self._offsets, places, side="right") - 1
+        for leaf in np.unique(which).tolist():
+            chosen = np.flatnonzero(which == leaf).tolist()
+            yield leaf, chosen, (places[chosen] - self._offsets[leaf]).tolist()
 
     # What the sampler needs ---------------------------------------------------------------------------------
 
@@ -172,6 +184,22 @@ class Mixture:
                 if isinstance(dataset, Measured) and len(chosen := sample[leaf == index]):
                     sums[index] += (dataset.documents_of(chosen).sum(), dataset.tokens_of(chosen).sum())
         return sums
+
+
+class _MixtureAhead:
+    def __init__(self, mixture: Mixture, aheads: dict[int, Ahead]) -> None:
+        self._mixture = mixture
+        self._aheads = aheads
+        self.sample_bytes = max(each.sample_bytes for each in aheads.values())
+
+    def fetch(self, samples: Sequence[int], *, in_memory: bool) -> None:
+        for leaf, _, own in self._mixture.by_leaf(samples):
+            if leaf in self._aheads:
+                self._aheads[leaf].fetch(own, in_memory=in_memory)
+
+    def close(self) -> None:
+        for each in self._aheads.values():
+            each.close()
 
 
 class MixtureOrder:

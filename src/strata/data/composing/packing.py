@@ -23,6 +23,7 @@ from strata.core.data.packing import Numbers, Packing, pack_lengths
 from strata.data.composing.mapping import MappedDataset, Several
 from strata.data.errors import DataError
 from strata.data.loading.steps import SizedDataset
+from strata.data.streaming.prefetch import Ahead, ahead_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,44 @@ class Documents(Protocol):
         ...
 
 
+class PiecesAhead(Protocol):
+    """How to fetch pieces of documents before they are read."""
+
+    @property
+    def token_bytes(self) -> float: ...
+
+    def fetch_pieces(self, pieces: Sequence[tuple[int, int, int]], *, in_memory: bool) -> None:
+        """Document, first token and last token but one of each, as for `piece`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _PackedAhead:
+    def __init__(self, packing: Packing, pieces: PiecesAhead) -> None:
+        self._packing = packing
+        self._pieces = pieces
+        self.sample_bytes = packing.sequence_length * pieces.token_bytes
+
+    def fetch(self, samples: Sequence[int], *, in_memory: bool) -> None:
+        wanted = [each for sequence in samples for each in pieces_of(self._packing, sequence)]
+        self._pieces.fetch_pieces(wanted, in_memory=in_memory)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+
+def pieces_of(packing: Packing, sequence: int) -> list[tuple[int, int, int]]:
+    """Document, first token and end of each piece of a sequence; one token more, where there is one: it is the label of the
+    piece's last one."""
+    parts = range(int(packing.first[sequence]), int(packing.first[sequence + 1]))
+    found = []
+    for part in parts:
+        start = int(packing.chunk[part]) * packing.sequence_length
+        found.append((int(packing.document[part]), start, start + int(packing.length[part]) + 1))
+    return found
+
+
 class PackedDocuments:
     """Sequences of packed documents, by number."""
 
@@ -57,6 +96,11 @@ class PackedDocuments:
     @property
     def is_remote(self) -> bool:
         return bool(getattr(self._documents, "is_remote", False))
+
+    def ahead(self) -> Ahead | None:
+        make: Callable[[], PiecesAhead | None] | None = getattr(self._documents, "ahead_of_pieces", None)
+        pieces = make() if make is not None else None
+        return None if pieces is None else _PackedAhead(self.packing, pieces)
 
     @property
     def sequence_length(self) -> int:
@@ -72,7 +116,7 @@ class PackedDocuments:
         return self.packing.documents[samples].astype(np.int64)
 
     def __getitem__(self, sequence: int) -> dict[str, Tokens]:
-        packing, length = self.packing, self.packing.sequence_length
+        length = self.packing.sequence_length
         row = {
             "input_ids": np.zeros(length, np.int64),
             "labels": np.full(length, IGNORED_LABEL, np.int64),
@@ -80,10 +124,9 @@ class PackedDocuments:
             "document_ids": np.full(length, -1, np.int64),
         }
         at = 0
-        for number, piece in enumerate(range(int(packing.first[sequence]), int(packing.first[sequence + 1]))):
-            size, start = int(packing.length[piece]), int(packing.chunk[piece]) * length
-            # One more, where there is one: it is the label of the piece's last token.
-            tokens = self._documents.piece(int(packing.document[piece]), start, start + size + 1)
+        for number, (document, start, stop) in enumerate(pieces_of(self.packing, sequence)):
+            tokens = self._documents.piece(document, start, stop)
+            size = stop - start - 1
             end = at + size
             row["input_ids"][at:end] = tokens[:size]
             row["labels"][at : at + len(tokens) - 1] = tokens[1:]
@@ -132,6 +175,10 @@ class _Samples:
     def is_remote(self) -> bool:
         return bool(getattr(self._dataset, "is_remote", False))
 
+    def ahead_of_pieces(self) -> PiecesAhead | None:
+        inner = ahead_of(self._dataset)
+        return None if inner is None else _SamplesAhead(self._sample, self.lengths, inner)
+
     def _learn_lengths(self) -> None:
         total = len(self._dataset)
         log.info("reading %s samples once to learn how long they are", f"{total:,}")
@@ -167,6 +214,22 @@ class _Samples:
                 hint="Samples that are packed must not change: no random augmentation, no other data.",
             )
         return tokens[start:stop]
+
+
+class _SamplesAhead:
+    """Pieces of documents that are samples, or parts of samples, of another dataset."""
+
+    def __init__(self, samples: Numbers, lengths: Numbers, inner: Ahead) -> None:
+        self._samples = samples
+        self._inner = inner
+        self.token_bytes = inner.sample_bytes / max(float(lengths.mean()) if len(lengths) else 1.0, 1.0)
+
+    def fetch_pieces(self, pieces: Sequence[tuple[int, int, int]], *, in_memory: bool) -> None:
+        samples = np.unique(self._samples[[document for document, _, _ in pieces]]).tolist()
+        self._inner.fetch(samples, in_memory=in_memory)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def _token_ids(row: Any, sample: int) -> Tokens:

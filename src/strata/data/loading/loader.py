@@ -27,7 +27,7 @@ from strata.data.iterable import ElasticIterableDataset
 from strata.data.loading.draws import read_samples, seed_at
 from strata.data.loading.sampler import ElasticSampler, WithSampler
 from strata.data.loading.steps import Batch, MapDataset, Step, ThinnedBatch
-from strata.data.streaming.prefetch import Prefetcher
+from strata.data.streaming.prefetch import Prefetcher, ahead_of
 from strata.errors import MissingDependency
 
 try:
@@ -94,7 +94,7 @@ class ElasticLoader(WithSampler):
             if sampler is None:
                 raise ValueError("a map-style dataset needs an ElasticSampler")
             self.sampler = sampler
-            self._tagged = _Tagged(sampler, getattr(dataset, "prefetcher", None))
+            self._tagged = _Tagged(sampler, dataset, in_memory=not dataloader_options.get("num_workers"))
             samples = _Samples(dataset, sampler)
             dataloader_options["collate_fn"] = _Collate(
                 dataloader_options.get("collate_fn") or default_collate
@@ -207,19 +207,19 @@ class _Tagged:
     """The batch sampler that `DataLoader` sees: notes each step as its ids go to the workers. `DataLoader`
     hands batches back in the same order."""
 
-    def __init__(
-        self, sampler: ElasticSampler, prefetcher: Callable[[], Prefetcher | None] | None = None
-    ) -> None:
+    def __init__(self, sampler: ElasticSampler, dataset: MapDataset, *, in_memory: bool) -> None:
         self._sampler = sampler
-        self._prefetcher = prefetcher
+        self._dataset = dataset
+        self._in_memory = in_memory
         self.read_ahead: deque[Step] = deque()
         self.start: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         read_ahead = self.read_ahead
         batches = self._sampler.batches(at=self.start)
-        prefetcher = self._prefetcher() if self._prefetcher is not None else None
-        for step, ids in batches if prefetcher is None else _prefetched(batches, prefetcher):
+        if (ahead := ahead_of(self._dataset)) is not None:
+            batches = _prefetched(batches, Prefetcher(ahead, in_memory=self._in_memory))
+        for step, ids in batches:
             read_ahead.append(step)
             yield step.epoch, ids
 

@@ -54,4 +54,5 @@ def format_of(paths: Iterable[str], *, path: str) -> Format:
         if found
         else "the format cannot be determined",
         hint=f"Say which one it is: format= one of {', '.join(NAMES)}.",
+        command_hint=f"Say which one it is: --format with one of {', '.join(NAMES)}.",
     )

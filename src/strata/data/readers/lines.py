@@ -214,6 +214,7 @@ def bad_record(source: Source, offset: int, reason: str) -> DataError:
         reason,
         line=line,
         hint="Correct it, or pass on_bad='skip' to skip and count such records.",
+        command_hint="Correct it, or skip and count such records with --on-bad skip.",
     )
 
 

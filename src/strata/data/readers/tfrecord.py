@@ -109,7 +109,12 @@ def _checked(source: Source, offset: int, length: int) -> bytes | None:
 
 def _bad(source: Source, number: int, reason: str) -> DataError:
     return DataError.at(
-        source.path, reason, line=number, unit="record", hint="Restore the file, or pass on_bad='skip'."
+        source.path,
+        reason,
+        line=number,
+        unit="record",
+        hint="Restore the file, or pass on_bad='skip'.",
+        command_hint="Restore the file, or skip and count such records with --on-bad skip.",
     )
 
 

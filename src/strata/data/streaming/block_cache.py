@@ -32,6 +32,7 @@ log = logging.getLogger("strata.data")
 LIMIT_MB = 16_384
 _DIGEST_BYTES = 16
 _PART = ".part"
+_LOCK = "lock"
 _POLL_S = 0.01
 _WAIT_S = 120.0
 """So long a process waits for another that fetches the same block; then it fetches it itself, and does not keep it."""
@@ -94,10 +95,7 @@ class BlockCache:
     # --- one block ------------------------------------------------------------------------------------------
 
     def _place(self, name: str) -> str:
-        return f"{self._root}/{name[:2]}/{name}"
-
-    def _path(self, name: str) -> Path:
-        return Path(self._place(name))
+        return f"{self._root}/{name}"
 
     def _find(self, name: str, size_bytes: int, start: int, stop: int) -> memoryview | None:
         if not self._is_usable:
@@ -139,15 +137,14 @@ class BlockCache:
             os.utime(fd, ns=(time.time_ns(), modified_ns))
 
     def _fetch_into(self, part: int, name: str, size_bytes: int, fetch: Fetch) -> memoryview:
-        path = self._path(name)
-        unfinished = path.with_name(path.name + _PART)
+        place = self._place(name)
+        unfinished = place + _PART
         is_kept = False
         try:
             data = fetch()
             try:
-                os.pwrite(part, data, 0)
-                os.pwrite(part, xxhash.xxh3_128_digest(data), size_bytes)
-                os.rename(unfinished, path)
+                os.pwritev(part, [data, xxhash.xxh3_128_digest(data)], 0)
+                os.rename(unfinished, place)
                 is_kept = True
                 status = os.fstat(part)
                 self._verified[name] = (status.st_ino, status.st_mtime_ns)
@@ -159,7 +156,7 @@ class BlockCache:
         finally:
             if not is_kept:
                 with suppress(OSError):
-                    self._remove(unfinished, os.fstat(part).st_ino)
+                    self._remove(Path(unfinished), os.fstat(part).st_ino)
             os.close(part)
 
     def _give_up(self, error: OSError) -> None:
@@ -171,12 +168,12 @@ class BlockCache:
     def _reserve(self, name: str, size_bytes: int) -> int | None:
         """A file of this size to write the block to, locked; -1 where another process writes it or has written it; None where
         there is no space."""
-        path = self._path(name)
-        unfinished = path.with_name(path.name + _PART)
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusively(self.folder / "lock") as lock:
-            if path.exists():
+        place = self._place(name)
+        unfinished = place + _PART
+        if not os.path.isdir(self._root):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with exclusively(self.folder / _LOCK) as lock:
+            if os.path.exists(place):
                 return -1
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -184,19 +181,19 @@ class BlockCache:
             except OSError:
                 os.close(fd)
                 return -1
-            if path.exists():  # Since we looked: what was opened may be it, under its new name.
+            if os.path.exists(place):  # Since we looked: what was opened may be it, under its new name.
                 with suppress(FileNotFoundError):
-                    if unfinished.stat().st_ino == os.fstat(fd).st_ino:
-                        unfinished.unlink()
+                    if os.stat(unfinished).st_ino == os.fstat(fd).st_ino:
+                        os.unlink(unfinished)
                 os.close(fd)
                 return -1
             try:
                 has_bytes = os.fstat(fd).st_size  # Left by a process that was killed: it is counted already.
                 used = _number(lock)
                 if used is None or used + size_bytes - has_bytes > self.limit_bytes:
-                    used = self._sweep(keep=path.name + _PART, need_bytes=size_bytes - has_bytes)
+                    used = self._sweep(keep=name + _PART, need_bytes=size_bytes - has_bytes)
                 if used + size_bytes - has_bytes > self.limit_bytes:
-                    unfinished.unlink()
+                    os.unlink(unfinished)
                     _note(lock, used - has_bytes)
                     os.close(fd)
                     return None
@@ -231,7 +228,7 @@ class BlockCache:
         return used
 
     def _remove(self, path: Path, inode: int) -> None:
-        with exclusively(self.folder / "lock") as lock:
+        with exclusively(self.folder / _LOCK) as lock:
             status = path.stat()
             if status.st_ino == inode:  # Nobody has put another in its place.
                 path.unlink()
@@ -239,13 +236,9 @@ class BlockCache:
                     _note(lock, used - status.st_size)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        found: list[os.DirEntry[str]] = []
-        with suppress(FileNotFoundError), os.scandir(self.folder) as folders:
-            for folder in folders:
-                if folder.is_dir():
-                    with suppress(FileNotFoundError), os.scandir(folder.path) as files:
-                        found += list(files)
-        return found
+        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            return [entry for entry in files if entry.name != _LOCK]
+        return []
 
 
 def _is_intact(data: bytes, size_bytes: int) -> bool:

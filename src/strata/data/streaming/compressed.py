@@ -15,7 +15,7 @@ import ctypes
 import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,9 +137,9 @@ class DecompressedSource:
         after = next((s.entry.at for s in self._spans[last + 1 :] if s.entry.at > start), None)
         return start, (self._packed.size_bytes if after is None else after) - start
 
-    def prefetch(self, offset: int, length: int) -> None:
+    def prefetch(self, ranges: Sequence[tuple[int, int]], *, in_memory: bool = True) -> None:
         if (ahead := getattr(self._packed, "prefetch", None)) is not None:
-            ahead(*self.packed_range(offset, length))
+            ahead([self.packed_range(offset, length) for offset, length in ranges], in_memory=in_memory)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What was learned, to be kept with the index."""

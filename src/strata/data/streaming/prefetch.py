@@ -1,18 +1,20 @@
 """Fetching what the next batches need before anybody reads it.
 
-A loader knows which samples come next, whatever their order. `Prefetcher` is given them some batches ahead, and has the blocks
-of remote files they lie in brought to this machine's cache, by a thread of its own with a reader of its own. It never waits
-and never raises: what could not be fetched ahead is fetched, or reported, when it is read.
+A loader knows which samples come next, whatever their order. A dataset with remote parts has `ahead()`, which says how to fetch what
+some of its samples need; mixtures, packed and mapped datasets ask the ones they are made of. `Prefetcher` is given the samples some
+batches ahead, and has them fetched by a thread of its own. It never waits and never raises: what could not be fetched ahead is
+fetched, or reported, when it is read.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, Protocol
 
-from strata.data.reader import DatasetFiles, DatasetReader
+from strata.data.errors import DataError
 from strata.data.streaming.sources import BLOCK_BYTES, FETCH_THREADS
 
 BATCHES_AHEAD = 8
@@ -23,13 +25,55 @@ MOST_BATCHES_AHEAD = 64
 _WAITING = 2 * MOST_BATCHES_AHEAD
 
 
+class Ahead(Protocol):
+    """How to fetch what samples of a dataset need. For one thread, which need not be the one that reads."""
+
+    @property
+    def sample_bytes(self) -> float:
+        """How large a sample is, about."""
+        ...
+
+    def fetch(self, samples: Sequence[int], *, in_memory: bool) -> None:
+        """Have what these samples need on its way; without `in_memory` only what a disk keeps for other processes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def ahead_of(dataset: Any) -> Ahead | None:
+    """How to fetch ahead from any dataset; None where that is not known, or nothing of it is remote."""
+    make: Callable[[], Ahead | None] | None = getattr(dataset, "ahead", None)
+    return make() if make is not None else None
+
+
+class RangesAhead:
+    """Samples that are ranges of one object."""
+
+    def __init__(
+        self,
+        source: Any,
+        ranges: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
+        *,
+        sample_bytes: float,
+    ) -> None:
+        self._source = source
+        self._ranges = ranges
+        self.sample_bytes = sample_bytes
+
+    def fetch(self, samples: Sequence[int], *, in_memory: bool) -> None:
+        self._source.prefetch(self._ranges(samples), in_memory=in_memory)
+
+    def close(self) -> None:
+        pass
+
+
 class Prefetcher:
     """A thread that fetches ahead. Close it when the iteration is over."""
 
-    def __init__(self, found: DatasetFiles) -> None:
-        self._found = found
-        samples = sum(file.samples for file in found.files)
-        self._sample_bytes = sum(file.size_bytes for file in found.files) / max(samples, 1)
+    def __init__(self, ahead: Ahead, *, in_memory: bool) -> None:
+        """`in_memory`: this process reads the samples itself."""
+        self._ahead = ahead
+        self._in_memory = in_memory
         self._wanted: queue.Queue[Sequence[int] | None] = queue.Queue(_WAITING)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="strata-prefetch", daemon=True)
@@ -42,7 +86,7 @@ class Prefetcher:
 
     def batches_ahead(self, samples: int) -> int:
         """How many batches of so many samples to be given ahead."""
-        wanted = int(BYTES_AHEAD / max(samples * self._sample_bytes, 1.0))
+        wanted = int(BYTES_AHEAD / max(samples * self._ahead.sample_bytes, 1.0))
         return min(max(wanted, BATCHES_AHEAD), MOST_BATCHES_AHEAD)
 
     def close(self) -> None:
@@ -51,9 +95,9 @@ class Prefetcher:
             self._wanted.put_nowait(None)
 
     def _run(self) -> None:
-        reader = DatasetReader(self._found)
         try:
             while (samples := self._wanted.get()) is not None and not self._is_closed:
-                reader.prefetch(samples)
+                with suppress(DataError):  # Whoever reads it says what is wrong.
+                    self._ahead.fetch(samples, in_memory=self._in_memory)
         finally:
-            reader.close()
+            self._ahead.close()

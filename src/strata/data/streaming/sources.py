@@ -14,7 +14,9 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,9 +33,12 @@ BLOCK_BYTES = 4 * 2**20
 """In which remote files are fetched and kept."""
 READ_AHEAD_BLOCKS = 6
 FETCH_THREADS = 6
-MOST_UNDER_WAY = 32
+UNDER_WAY_BYTES = 128 * 2**20
 IN_MEMORY_BYTES = 64 * 2**20
-"""So much of the blocks it fetched itself a process keeps, so that they are read without the disk."""
+"""So much of the blocks it fetched itself a process keeps, so that they are read without the disk; and so much at most of what
+it fetched of blocks that no disk keeps."""
+_STALE_S = 60.0
+"""What was fetched ahead so long ago and not read is in nobody's way."""
 _PEEK_BYTES = 64
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
@@ -115,7 +120,7 @@ class StoredSource:
     """An object in S3, GCS or Azure: one version of it, read through the cache of this machine.
 
     Ranges are read in blocks, which are kept on disk and shared. What is read from front to back is fetched ahead. Where a
-    dataset is larger than the cache, small reads out of order fetch what they ask for and nothing more.
+    dataset is larger than the cache, or there is none, small reads out of order fetch what they ask for and nothing more.
     """
 
     def __init__(
@@ -136,8 +141,12 @@ class StoredSource:
         self.version = version
         self._cache = block_cache()
         self._is_set_larger = max(set_bytes, size_bytes) > self._cache.limit_bytes
+        self._file = f"{url}\n{version}"
         self._names: dict[int, str] = {}
-        self._last_block = -1
+        self._expected = 0
+        """Where a read that continues the last one begins."""
+        self._run_bytes = 0
+        """How much was read from front to back before that."""
         self._ahead_to = 0
         """Blocks before this one are on their way, or here."""
 
@@ -152,51 +161,87 @@ class StoredSource:
         if length <= 0:
             return memoryview(b"")
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
-        is_sequential = first in (self._last_block, self._last_block + 1)
-        self._last_block = last
+        if not 0 <= offset - self._expected <= BLOCK_BYTES // 64:
+            self._run_bytes = 0
+        is_sequential = self._run_bytes >= BLOCK_BYTES // 8  # The files of one sample are no run yet.
+        self._run_bytes += length
+        self._expected = offset + length
         if is_sequential:
-            self._fetch_ahead(last)
-        elif self._is_set_larger and length <= BLOCK_BYTES // 8 and not self._cache.has(self._name(first)):
-            return self._fetch(offset, length)
+            if last + 1 + READ_AHEAD_BLOCKS != self._ahead_to:
+                self._fetch_ahead(last)
+        elif self._is_set_larger and length <= BLOCK_BYTES // 8:
+            return self._piece(offset, length, first, last)
         if first == last:
             start = offset - first * BLOCK_BYTES
             return self._block(first, start, start + length)
+        return self._joined(offset, length, first, last)
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]], *, in_memory: bool = True) -> None:
+        """Fetch what will be read soon, beside other work; without `in_memory`, by other processes alone. Never waits; what cannot
+        be fetched is found out when it is read."""
+        if not in_memory and not self._cache.limit_bytes:
+            return
+        begin = 0
+        for end in range(1, len(ranges) + 1):  # Those that follow each other are one.
+            if end < len(ranges) and ranges[end][0] == sum(ranges[end - 1]):
+                continue
+            start, stop = ranges[begin][0], min(sum(ranges[end - 1]), self.size_bytes)
+            if self._is_set_larger and stop - start <= BLOCK_BYTES // 8:
+                for offset, length in ranges[begin:end] if in_memory else ():
+                    self._start_piece(offset, length)
+            else:
+                for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+                    self._start(block)
+            begin = end
+
+    def close(self) -> None:
+        pass
+
+    def _fetch_ahead(self, block: int) -> None:
+        stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))
+        for ahead in range(max(block, self._ahead_to if self._ahead_to <= stop else 0), stop):
+            self._start(ahead)
+        self._ahead_to = block + 1 + READ_AHEAD_BLOCKS
+
+    def _start(self, number: int) -> None:
+        name = self._name(number)
+        if not _fetching.has(name) and not self._cache.has(name):
+            _fetching.start(name, self._block_bytes(number), lambda arrived: self._fill(number, arrived))
+
+    def _start_piece(self, offset: int, length: int) -> None:
+        name = self._name(offset // BLOCK_BYTES)
+        if not _fetching.has(name) and not self._cache.has(name):
+            _fetching.start_piece(self._file, offset, length, lambda: self._fetch(offset, length))
+
+    def _piece(self, offset: int, length: int, first: int, last: int) -> memoryview:
+        """A small part of blocks that need not be here."""
+        if (fetched := _fetching.wait_piece(self._file, offset, length)) is not None:
+            return fetched
+        if all(
+            _fetching.has(self._name(n)) or self._cache.has(self._name(n)) for n in range(first, last + 1)
+        ):
+            return self._joined(offset, length, first, last)
+        return self._fetch(offset, length)
+
+    def _joined(self, offset: int, length: int, first: int, last: int) -> memoryview:
         for block in range(first, last + 1):
-            _fetching.start(self, block)
+            self._start(block)
         pieces = []
         for block in range(first, last + 1):
             start = max(offset - block * BLOCK_BYTES, 0)
             stop = min(offset + length - block * BLOCK_BYTES, BLOCK_BYTES)
             pieces.append(self._block(block, start, stop))
-        return memoryview(b"".join(pieces))
-
-    def prefetch(self, offset: int, length: int) -> None:
-        """Fetch what will be read soon, beside other work. Never waits; what cannot be fetched is found out when it is read."""
-        if self._is_set_larger and length <= BLOCK_BYTES // 8:
-            return
-        for block in range(offset // BLOCK_BYTES, -(-min(offset + length, self.size_bytes) // BLOCK_BYTES)):
-            _fetching.start(self, block)
-
-    def close(self) -> None:
-        pass
-
-    def lacks(self, name: str) -> bool:
-        """Whether a block should be fetched ahead: there is a cache, and it is not in it."""
-        return self._cache.limit_bytes > 0 and not self._cache.has(name)
-
-    def _fetch_ahead(self, block: int) -> None:
-        stop = min(block + 1 + READ_AHEAD_BLOCKS, -(-self.size_bytes // BLOCK_BYTES))
-        for ahead in range(max(block + 1, self._ahead_to if self._ahead_to <= stop else 0), stop):
-            _fetching.start(self, ahead)
-        self._ahead_to = stop
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def _block(self, number: int, start: int, stop: int) -> memoryview:
-        name, size_bytes = self._name(number), self._block_bytes(number)
+        name = self._name(number)
         if (fetched := _fetching.wait(name)) is not None:
             return fetched[start:stop]
-        return self._cache.read(name, size_bytes, start, stop, lambda: self._fetch_block(number))
+        return self._cache.read(
+            name, self._block_bytes(number), start, stop, lambda: self._fetch_block(number)
+        )
 
-    def fill(self, number: int, arrived: Callable[[memoryview], None]) -> None:
+    def _fill(self, number: int, arrived: Callable[[memoryview], None]) -> None:
         """Have a block in the cache. Where it is fetched, `arrived` has its bytes before they are written."""
 
         def fetch() -> memoryview:
@@ -207,9 +252,6 @@ class StoredSource:
         name = self._name(number)
         if not self._cache.has(name):
             self._cache.fill(name, self._block_bytes(number), fetch)
-
-    def name_of(self, number: int) -> str:
-        return self._name(number)
 
     def _name(self, number: int) -> str:
         name = self._names.get(number)
@@ -236,60 +278,128 @@ class StoredSource:
                 self.path,
                 "the object was replaced since it was first looked at",
                 hint="Data must not change during an epoch: restore the version it had, or register it again.",
+                command_hint="Let nobody change it meanwhile, and run the command again.",
             ) from error
         except StoreError as error:
             raise DataError.at(self.path, error.message, hint=error.hint) from error
 
 
-class _Fetching:
-    """Blocks that are fetched beside reading, in a few threads of this process. Never raises: whoever reads a block that could
-    not be fetched tries it again, and says what is wrong.
+@dataclass(slots=True)
+class _Piece:
+    """A range that is fetched ahead of the one who reads it, or parts of it."""
 
-    A block can be read as soon as its bytes are here, while they are written to the cache. The last few stay in memory.
+    file: str
+    start: int
+    stop: int
+    started_s: float
+    arrived: Future[memoryview | None]
+    is_read: bool = False
+
+
+class _Fetching:
+    """What is fetched beside reading, in a few threads of this process. Never raises: whoever reads what could not be fetched
+    tries it again, and says what is wrong.
+
+    A block can be read as soon as its bytes are here, while they are written to the cache. The last few stay in memory. Pieces of
+    blocks that no disk keeps stay until others need the space after they were read; where all of it waits to be read, no more is fetched.
     """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._pid = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
         self._under_way: dict[str, Future[None]] = {}
         """Until they are written; each is done once its bytes are here."""
+        self._under_way_bytes = 0
         self._recent: dict[str, memoryview] = {}
         self._recent_bytes = 0
-        self._lock = threading.Lock()
+        self._pieces: dict[str, list[_Piece]] = {}
+        """By file."""
+        self._pieces_in_turn: deque[_Piece] = deque()
+        self._pieces_bytes = 0
 
-    def start(self, source: StoredSource, block: int) -> None:
-        if self._pid != os.getpid():
-            self._pool, self._pid, self._under_way = None, os.getpid(), {}
-            self._recent, self._recent_bytes, self._lock = {}, 0, threading.Lock()
-        name = source.name_of(block)
-        if name in self._under_way or name in self._recent or len(self._under_way) >= MOST_UNDER_WAY:
-            return
-        if not source.lacks(name):
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")
-        arrived: Future[None] = Future()
-        self._under_way[name] = arrived
-        self._pool.submit(self._fetch, source, block, arrived)
+    def has(self, name: str) -> bool:
+        """Whether a block is in memory, or on its way."""
+        return name in self._recent or name in self._under_way
+
+    def start(self, name: str, size_bytes: int, fill: Callable[[Callable[[memoryview], None]], None]) -> None:
+        """Fetch a block. `fill` calls what it is given as soon as the bytes are here."""
+        self._after_fork()
+        with self._lock:
+            if self.has(name) or self._under_way_bytes + size_bytes > UNDER_WAY_BYTES:
+                return
+            arrived: Future[None] = Future()
+            self._under_way[name] = arrived
+            self._under_way_bytes += size_bytes
+        self._threads().submit(self._fetch, name, size_bytes, fill, arrived)
 
     def wait(self, name: str) -> memoryview | None:
         """The block, once it is here; None where it was not fetched, or is in memory no more."""
-        if self._pid != os.getpid():
-            return None
+        self._after_fork()
         if (arrived := self._under_way.get(name)) is not None:
             arrived.result()
         return self._recent.get(name)
+
+    def start_piece(self, file: str, offset: int, length: int, fetch: Callable[[], memoryview]) -> None:
+        self._after_fork()
+        now_s = time.monotonic()
+        with self._lock:
+            while self._pieces_in_turn and self._pieces_bytes + length > IN_MEMORY_BYTES:
+                oldest = self._pieces_in_turn[0]
+                if not oldest.is_read and now_s - oldest.started_s < _STALE_S:
+                    return
+                self._pieces_in_turn.popleft()
+                self._pieces[oldest.file].remove(oldest)
+                self._pieces_bytes -= oldest.stop - oldest.start
+            of_file = self._pieces.setdefault(file, [])
+            if any(each.start <= offset and offset + length <= each.stop for each in of_file):
+                return
+            piece = _Piece(file, offset, offset + length, now_s, Future())
+            of_file.append(piece)
+            self._pieces_in_turn.append(piece)
+            self._pieces_bytes += length
+        self._threads().submit(self._fetch_piece, piece, fetch)
+
+    def wait_piece(self, file: str, offset: int, length: int) -> memoryview | None:
+        """What was fetched ahead, once it is here; None where it was not."""
+        self._after_fork()
+        with self._lock:
+            for piece in self._pieces.get(file, ()):
+                if piece.start <= offset and offset + length <= piece.stop:
+                    break
+            else:
+                return None
+        data = piece.arrived.result()
+        piece.is_read = True
+        return None if data is None else data[offset - piece.start : offset - piece.start + length]
 
     def forget(self) -> None:
         """Everything under way is written, and nothing fetched is in memory."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
-        self._recent, self._recent_bytes = {}, 0
+        self._clear()
 
-    def _fetch(self, source: StoredSource, block: int, arrived: Future[None]) -> None:
-        name = source.name_of(block)
+    def _after_fork(self) -> None:
+        if self._pid != os.getpid():
+            self._pool, self._pid, self._lock = None, os.getpid(), threading.Lock()
+            self._clear()
 
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(FETCH_THREADS, "strata-fetch")
+        return self._pool
+
+    def _fetch(
+        self,
+        name: str,
+        size_bytes: int,
+        fill: Callable[[Callable[[memoryview], None]], None],
+        arrived: Future[None],
+    ) -> None:
         def keep(data: memoryview) -> None:
             with self._lock:
                 self._recent[name] = data
@@ -300,11 +410,21 @@ class _Fetching:
 
         try:
             with suppress(Exception):
-                source.fill(block, keep)
+                fill(keep)
         finally:
             if not arrived.done():
                 arrived.set_result(None)
-            self._under_way.pop(name, None)
+            with self._lock:
+                self._under_way.pop(name, None)
+                self._under_way_bytes -= size_bytes
+
+    def _fetch_piece(self, piece: _Piece, fetch: Callable[[], memoryview]) -> None:
+        data = None
+        try:
+            with suppress(Exception):
+                data = fetch()
+        finally:
+            piece.arrived.set_result(data)
 
 
 _fetching = _Fetching()
@@ -486,7 +606,10 @@ def _has_magic(text: str) -> bool:
 
 def _missing(path: str) -> DataError:
     return DataError.at(
-        path, "there is no such file", hint="Was it moved or deleted since it was registered?"
+        path,
+        "there is no such file",
+        hint="Was it moved or deleted since it was registered?",
+        command_hint="Was it moved or deleted meanwhile? List what is there: strata data stat URL.",
     )
 
 

@@ -275,6 +275,8 @@ class TokenLoader(DataLoader[Batch]):
         # DataLoader draws a seed at every iteration; from the global generator, a resumed run would see other
         # random numbers than an undisturbed one.
         options.setdefault("generator", torch.Generator())
+        if num_workers and tokens.index.is_remote:  # A client of object storage does not survive a fork.
+            options.setdefault("multiprocessing_context", "spawn")
         # Which sequences stand in which batch is decided in this process: loader processes need no state.
         super().__init__(
             _Batches(tokens.reader),

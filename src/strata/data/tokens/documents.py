@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.data.streaming.prefetch import Ahead, RangesAhead
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import SequenceReader
 
@@ -30,6 +31,12 @@ class TokenDocuments:
     def is_remote(self) -> bool:
         return bool(getattr(self.index, "is_remote", False))
 
+    def ahead(self) -> Ahead | None:
+        return None if self.index.source is None else _DocumentsAhead(self)
+
+    def ahead_of_pieces(self) -> _DocumentsAhead | None:
+        return None if self.index.source is None else _DocumentsAhead(self)
+
     @cached_property
     def lengths(self) -> Numbers:
         """Tokens of each document."""
@@ -39,9 +46,13 @@ class TokenDocuments:
         return self.index.header.num_records
 
     def piece(self, document: int, start: int, stop: int) -> Numbers:
+        first, end = self.span(document, start, stop)
+        return self.index.tokens[first:end].astype(np.int64)
+
+    def span(self, document: int, start: int, stop: int) -> tuple[int, int]:
+        """Where tokens [start, stop) of a document are in the index, as far as it has them."""
         first = int(self.index.document_starts[document])
-        end = min(first + stop, first + int(self.lengths[document]))
-        return self.index.tokens[first + start : end].astype(np.int64)
+        return first + start, min(first + stop, first + int(self.lengths[document]))
 
     def prepare(self, documents: Numbers) -> None:
         """Called before a batch is read."""
@@ -65,11 +76,47 @@ class TokenDocuments:
         return {"index": self.index}
 
 
+class _DocumentsAhead:
+    """Documents of a remote index, or pieces of them."""
+
+    def __init__(self, documents: TokenDocuments) -> None:
+        self._documents = documents
+        self._source: Any = documents.index.source
+        self.token_bytes = float(documents.index.header.token_bytes)
+        self.sample_bytes = self.token_bytes * documents.index.total_tokens / max(len(documents), 1)
+
+    def fetch(self, samples: Sequence[int], *, in_memory: bool) -> None:
+        lengths = self._documents.lengths
+        self.fetch_pieces([(each, 0, int(lengths[each])) for each in samples], in_memory=in_memory)
+
+    def fetch_pieces(self, pieces: Sequence[tuple[int, int, int]], *, in_memory: bool) -> None:
+        index = self._documents.index
+        ranges = [index.range_of(*self._documents.span(*piece)) for piece in pieces]
+        self._source.prefetch(ranges, in_memory=in_memory)
+
+    def close(self) -> None:
+        pass
+
+
 class TokenSequences:
     """Sequences by number: `input_ids` and `labels`. Every token of the index but the first is a label exactly once."""
 
     def __init__(self, index: TokenIndex, sequence_length: int) -> None:
         self._reader = SequenceReader(index, sequence_length)
+
+    @property
+    def is_remote(self) -> bool:
+        return self._reader.index.is_remote
+
+    def ahead(self) -> Ahead | None:
+        index, length = self._reader.index, self._reader.seq_length
+        if index.source is None:
+            return None
+        return RangesAhead(
+            index.source,
+            lambda samples: [index.range_of(each * length, (each + 1) * length + 1) for each in samples],
+            sample_bytes=float(length * index.header.token_bytes),
+        )
 
     def __len__(self) -> int:
         return self._reader.count

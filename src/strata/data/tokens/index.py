@@ -153,6 +153,16 @@ class TokenIndex:
             raise InvalidIndex(f"{self.path}: metadata is damaged: digest differs.", hint="Build it again.")
         return IndexMeta.from_bytes(data)
 
+    @property
+    def source(self) -> Source | None:
+        """Where it is read from in place; None where it is mapped."""
+        return self._map.source if isinstance(self._map, RemoteBytes) else None
+
+    def range_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Offset and length of tokens [start, stop) in the file."""
+        size = self.header.token_bytes
+        return TOKENS_AT + start * size, max(min(stop, self.total_tokens) - start, 0) * size
+
     def entry(self, number: int) -> IndexEntry:
         """Landmark `number`: the record that holds token `number * entry_interval`."""
         if not 0 <= number < self.header.num_entries:

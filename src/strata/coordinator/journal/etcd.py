@@ -1,0 +1,726 @@
+"""The history in etcd: shared by several coordinators, written by the one that leads.
+
+`core.leadership` says what is written and when; here it becomes requests. Below one prefix there are
+
+    leader              who leads, on a lease; created once in each term
+    log/POSITION        a record: a batch of events, or a part of one
+    snapshot            which snapshot counts, and up to which position it goes
+    snapshots/ID/N      its pieces
+    format              what these look like
+
+`append` returns when a majority of etcd's members has the events on disk. An answer that is lost is found out by sending the same
+record again, which cannot be written twice. A snapshot exists from the moment `snapshot` names it; then the one before it goes, and
+with it the records that it summed up, which are also cleared from etcd's own history. What is left of a snapshot that nobody
+finished goes with the next.
+
+Needs etcd 3.4 or later. Records and pieces are at most 1 MiB, below what a member takes by default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from strata.backoff import Backoff
+from strata.coordinator.journal import codec
+from strata.coordinator.journal.protocol import Deposed, JournalError
+from strata.coordinator.journal.space import Space
+from strata.core.leadership import Appender, Gap, Leader, Record, Refusal, Tail
+from strata.core.messages import Event
+from strata.etcd import (
+    DEFAULT_PORT,
+    FAILURES,
+    NO_SPACE,
+    OUT_OF_RANGE,
+    EtcdAddress,
+    EtcdClient,
+    EtcdRefused,
+    LeaseLost,
+    decode,
+    encode,
+    tls_context,
+)
+
+Answer = TypeVar("Answer")
+
+log = logging.getLogger("strata.coordinator.journal")
+
+FORMAT = "1"
+SCHEMES = ("etcd", "etcds")
+DEFAULT_PREFIX = "/strata"
+PART_BYTES = 1 << 20
+RECORDS_AT_ONCE = 64
+PIECES_AT_ONCE = 8
+LOAD_ATTEMPTS = 20
+HELD_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdLocation:
+    """Where a journal is: a cluster, and a prefix in it."""
+
+    address: EtcdAddress
+    prefix: str = DEFAULT_PREFIX
+
+    def __str__(self) -> str:
+        scheme = "etcds" if self.address.tls is not None else "etcd"
+        return f"{scheme}://{self.address}{self.prefix}"
+
+
+def is_etcd(journal: str) -> bool:
+    return journal.partition("://")[0] in SCHEMES and "://" in journal
+
+
+def parse_location(
+    journal: str,
+    *,
+    user: str = "",
+    password: str = "",
+    ca: Path | None = None,
+    cert: Path | None = None,
+    key: Path | None = None,
+) -> EtcdLocation:
+    """`etcd://HOST:PORT,HOST:PORT/PREFIX`; `etcds` for TLS, which an authority or a certificate asks for as well. Raises `ValueError`
+    and, for files that cannot be used, `OSError`."""
+    parts = urlsplit(journal)
+    if parts.scheme not in SCHEMES or not parts.netloc or parts.query or parts.fragment:
+        raise ValueError(f"'{journal}' is no journal in etcd; write etcd://host1:2379,host2:2379,host3:2379")
+    if "@" in parts.netloc:
+        raise ValueError("a password does not belong into an address; set etcd_user and etcd_password")
+    endpoints = []
+    for part in parts.netloc.split(","):
+        host, separator, port = part.rpartition(":")
+        if not separator or part.endswith("]"):
+            host, port = part, str(DEFAULT_PORT)
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"'{part}' is no address of etcd; write host:2379")
+        endpoints.append((host.strip("[]"), int(port)))
+    secure = parts.scheme == "etcds" or ca is not None or cert is not None
+    files = [str(file) if file is not None else None for file in (ca, cert, key)]
+    address = EtcdAddress(
+        endpoints=tuple(endpoints),
+        tls=tls_context(*files) if secure else None,
+        user=user,
+        password=password,
+    )
+    prefix = parts.path.rstrip("/") or DEFAULT_PREFIX
+    return EtcdLocation(address=address, prefix=prefix)
+
+
+class Compacted(Exception):
+    """etcd no longer has what was at this revision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """Which snapshot counts."""
+
+    snapshot: str
+    position: int
+    pieces: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a look at the cluster found: who leads, how far the log goes, and at which revision that was."""
+
+    leader: Leader | None
+    position: int
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogChange:
+    """One thing that a watch reported."""
+
+    revision: int
+    record: Record | None = None
+    leader: Leader | None = None
+    """Who leads now, where `record` is none; nobody, where this is none too."""
+
+
+class EtcdLog:
+    """The requests, one method for each. Raises `ConnectionError` where nobody answers: then nobody knows what has happened."""
+
+    def __init__(self, location: EtcdLocation, *, timeout_s: float) -> None:
+        self.location = location
+        self.client = EtcdClient(location.address, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def key(self, name: str) -> str:
+        return encode(f"{self.location.prefix}/{name}")
+
+    # --- the leader's key -----------------------------------------------------------------------------------
+
+    def campaign(self, leader: Leader, *, lease_s: float) -> tuple[Leader | None, str, int]:
+        """Who leads now, this one's lease where it is this one, and the revision."""
+        lease = str(self.client.post("lease/grant", {"TTL": str(max(1, round(lease_s)))})["ID"])
+        key = self.key("leader")
+        body = msgspec.json.encode({"name": leader.name, "grpc": leader.grpc, "http": leader.http})
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "compare": [_is_absent(key)],
+                "success": [{"request_put": {"key": key, "value": encode(body), "lease": lease}}],
+                "failure": [{"request_range": {"key": key}}],
+            },
+        )
+        revision = int(answer["header"]["revision"])
+        if answer.get("succeeded"):
+            return replace(leader, term=revision), lease, revision
+        there = answer["responses"][0]["response_range"]
+        found = _leader(there)
+        if found is not None and found.name == leader.name:
+            its_lease = str(there["kvs"][0].get("lease", "0"))
+            if its_lease == lease:
+                return (
+                    found,
+                    lease,
+                    revision,
+                )  # The request has reached etcd before: its first answer was lost.
+            self.revoke(its_lease)  # An earlier campaign of this process, which knows nothing of it.
+            found = None
+        self.revoke(lease)
+        return found, "", revision
+
+    def renew(self, lease: str) -> bool:
+        """Whether the lease lives on."""
+        answer = self.client.post("lease/keepalive", {"ID": lease})
+        return int(answer.get("result", {}).get("TTL", "0")) > 0
+
+    def revoke(self, lease: str) -> None:
+        with suppress(LeaseLost):
+            self.client.post("lease/revoke", {"ID": lease})
+
+    def look(self) -> Seen:
+        """By a majority: nothing that was acknowledged before is missing."""
+        first, last = self.key("log/"), self.key("log0")
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "success": [
+                    {"request_range": {"key": self.key("leader")}},
+                    {
+                        "request_range": {
+                            "key": first,
+                            "range_end": last,
+                            "sort_order": "DESCEND",
+                            "sort_target": "KEY",
+                            "limit": "1",
+                            "keys_only": True,
+                        }
+                    },
+                    {"request_range": {"key": self.key("snapshot")}},
+                ]
+            },
+        )
+        leader, logged, pointer = (each.get("response_range", {}) for each in answer["responses"])
+        found = [_position(kv) for kv in logged.get("kvs", ())] + [
+            _pointer(kv).position for kv in pointer.get("kvs", ())
+        ]
+        return Seen(
+            leader=_leader(leader), position=max(found, default=0), revision=int(answer["header"]["revision"])
+        )
+
+    # --- the log --------------------------------------------------------------------------------------------
+
+    def append(self, record: Record) -> Refusal | None:
+        """None: it is written, now."""
+        key = self.key(_log_name(record.position))
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "compare": [self._is_led(record.term), _is_absent(key)],
+                "success": [{"request_put": {"key": key, "value": encode(_encode_record(record))}}],
+                "failure": [
+                    {"request_range": {"key": self.key("leader")}},
+                    {"request_range": {"key": key}},
+                ],
+            },
+        )
+        if answer.get("succeeded"):
+            return None
+        leads, there = (each.get("response_range", {}) for each in answer["responses"])
+        found = next((_record(kv) for kv in there.get("kvs", ())), None)
+        leader = _leader(leads)
+        return Refusal(term=leader.term if leader is not None else 0, found=found)
+
+    def records(self, after: int, *, revision: int = 0, serializable: bool = False) -> Iterator[Record]:
+        """What follows a position; as of one revision, where it is given."""
+        while True:
+            body = {
+                "key": self.key(_log_name(after + 1)),
+                "range_end": self.key("log0"),
+                "limit": str(RECORDS_AT_ONCE),
+            }
+            found = self._range(body, revision=revision, serializable=serializable).get("kvs", ())
+            for kv in found:
+                record = _record(kv)
+                after = record.position
+                yield record
+            if len(found) < RECORDS_AT_ONCE:
+                return
+
+    def watch(self, revision: int) -> Iterator[list[LogChange]]:
+        """Every change of the log and of who leads, from this revision on. Raises `Compacted`."""
+        create = {
+            "key": self.key("l"),  # `leader` and `log/`, and nothing else
+            "range_end": self.key("m"),
+            "start_revision": str(revision),
+        }
+        for message in self.client.stream("watch", {"create_request": create}):
+            if int(message.get("compact_revision", "0")):
+                raise Compacted
+            if message.get("canceled"):
+                raise ConnectionError(f"etcd has ended the watch: {message.get('cancel_reason', '')}")
+            yield [
+                change for event in message.get("events", ()) if (change := self._change(event)) is not None
+            ]
+
+    def _change(self, event: dict[str, Any]) -> LogChange | None:
+        kv = event["kv"]
+        revision, is_put = int(kv["mod_revision"]), event.get("type", "PUT") == "PUT"
+        if kv["key"] == self.key("leader"):
+            return LogChange(revision=revision, leader=_leader({"kvs": [kv]}) if is_put else None)
+        return LogChange(revision=revision, record=_record(kv)) if is_put else None
+
+    # --- snapshots ------------------------------------------------------------------------------------------
+
+    def pointer(self, *, serializable: bool = False) -> tuple[Pointer | None, int]:
+        """Which snapshot counts, and the revision of that."""
+        answer = self._range({"key": self.key("snapshot")}, serializable=serializable)
+        found = next((_pointer(kv) for kv in answer.get("kvs", ())), None)
+        return found, int(answer["header"]["revision"])
+
+    def pointed_at(self) -> int:
+        """The revision at which the snapshot that counts was named; 0: there is none."""
+        answer = self._range({"key": self.key("snapshot")})
+        return next((int(kv["mod_revision"]) for kv in answer.get("kvs", ())), 0)
+
+    def point(self, term: int, pointer: Pointer, *, after: int) -> int | None:
+        """Name the snapshot that counts from now on, in the place of the one that was named at the revision `after`: the revision of that.
+        None: another leads. A request that arrives late, when a further one counts already, changes nothing."""
+        key = self.key("snapshot")
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "compare": [self._is_led(term), _was_changed_at(key, after)],
+                "success": [self.put("snapshot", msgspec.json.encode(pointer))],
+                "failure": [{"request_range": {"key": key}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return int(answer["header"]["revision"])
+        there = answer["responses"][0].get("response_range", {}).get("kvs", ())
+        return next((int(kv["mod_revision"]) for kv in there if _pointer(kv) == pointer), None)
+
+    def pieces(self, pointer: Pointer, *, revision: int, serializable: bool = False) -> bytes:
+        body = b""
+        for first in range(0, pointer.pieces, PIECES_AT_ONCE):
+            after = min(first + PIECES_AT_ONCE, pointer.pieces)
+            answer = self._range(
+                {
+                    "key": self.key(_piece_name(pointer.snapshot, first)),
+                    "range_end": self.key(_piece_name(pointer.snapshot, after)),
+                },
+                revision=revision,
+                serializable=serializable,
+            )
+            body += b"".join(decode(kv.get("value", "")) for kv in answer.get("kvs", ()))
+        return body
+
+    def change(self, term: int, operations: list[dict[str, Any]]) -> bool:
+        """Several changes at once, if this term still leads. Made again, at any time, they do no harm."""
+        answer = self.client.post("kv/txn", {"compare": [self._is_led(term)], "success": operations})
+        return bool(answer.get("succeeded"))
+
+    def put(self, name: str, value: bytes) -> dict[str, Any]:
+        return {"request_put": {"key": self.key(name), "value": encode(value)}}
+
+    def delete(self, first: str, after: str) -> dict[str, Any]:
+        return {"request_delete_range": {"key": self.key(first), "range_end": self.key(after)}}
+
+    def compact(self, revision: int) -> None:
+        with suppress(EtcdRefused):  # Somebody else has, further.
+            self.client.post("kv/compaction", {"revision": str(revision)})
+
+    # --- further --------------------------------------------------------------------------------------------
+
+    def agree(self, name: str, value: bytes) -> bytes:
+        """What is kept under a name: this value, where there was none."""
+        key = self.key(name)
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "compare": [_is_absent(key)],
+                "success": [{"request_put": {"key": key, "value": encode(value)}}],
+                "failure": [{"request_range": {"key": key}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return value
+        return decode(answer["responses"][0]["response_range"]["kvs"][0].get("value", ""))
+
+    def find(self, name: str, *, serializable: bool = False) -> bytes | None:
+        answer = self._range({"key": self.key(name)}, serializable=serializable)
+        return next((decode(kv.get("value", "")) for kv in answer.get("kvs", ())), None)
+
+    def _range(
+        self, body: dict[str, Any], *, revision: int = 0, serializable: bool = False
+    ) -> dict[str, Any]:
+        full = {**body, **({"revision": str(revision)} if revision else {}), "serializable": serializable}
+        try:
+            return self.client.post("kv/range", full)
+        except EtcdRefused as refusal:
+            if refusal.code == OUT_OF_RANGE:
+                raise Compacted from refusal
+            raise
+
+    def _is_led(self, term: int) -> dict[str, Any]:
+        return {
+            "key": self.key("leader"),
+            "result": "EQUAL",
+            "target": "CREATE",
+            "create_revision": str(term),
+        }
+
+
+class EtcdJournal:
+    """See `Journal`. One that nobody leads with can be loaded and followed; `lead` makes it one to append to."""
+
+    def __init__(self, location: EtcdLocation, space: Space, *, timeout_s: float = 2.0) -> None:
+        self.location = location
+        self.log = EtcdLog(location, timeout_s=timeout_s)
+        self.space = EtcdSpace(space)
+        self.tail = Tail()
+        """How far this coordinator has read."""
+        self.revision = 0
+        """Of etcd, when it was loaded: a watch continues after it."""
+        self.is_led: Callable[[], bool] = lambda: False
+        """Whether there is still hope that an append is not refused."""
+        self._appender: Appender | None = None
+        self._snapshot_position = 0
+        self._snapshot_revision = 0
+
+    def __str__(self) -> str:
+        return str(self.location)
+
+    @property
+    def position(self) -> int:
+        """Of the last record that is known here."""
+        return self._appender.position if self._appender is not None else self.tail.position
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def load(self) -> Iterator[Event]:
+        """By a majority of the members; without one, what a member has: a true history, perhaps not all of it."""
+        try:
+            yield from self._load(serializable=False)
+        except ConnectionError as error:
+            if isinstance(error, EtcdRefused):
+                raise self.unreachable(error) from error
+            try:
+                yield from self._load(serializable=True)
+            except ConnectionError:
+                raise self.unreachable(error) from error
+            log.warning(
+                "etcd at %s has no majority (%s): this is what one member has, and nothing can be changed",
+                self.location.address,
+                error,
+            )
+
+    def _load(self, *, serializable: bool) -> list[Event]:
+        # All of it before the first event is out: a second attempt starts from nothing.
+        for _ in range(LOAD_ATTEMPTS):
+            try:
+                return self._load_at_one_revision(serializable=serializable)
+            except Compacted:
+                time.sleep(
+                    FIRST_PAUSE_S
+                )  # A snapshot was taken meanwhile, or another member does not have this revision yet.
+        raise ConnectionError("etcd has cleared its history faster than it could be read")
+
+    def _load_at_one_revision(self, *, serializable: bool) -> list[Event]:
+        self._check_format(serializable=serializable)
+        pointer, revision = self.log.pointer(serializable=serializable)
+        events: list[Event] = []
+        self.tail = Tail(pointer.position if pointer is not None else 0)
+        if pointer is not None:
+            body = self.log.pieces(pointer, revision=revision, serializable=serializable)
+            if hashlib.sha256(body).hexdigest() != pointer.digest:
+                raise self._damaged(f"has a snapshot ({pointer.snapshot}) that is not what was written")
+            events += self._decode(body)
+            self._snapshot_position = pointer.position
+        for record in self.log.records(self.tail.position, revision=revision, serializable=serializable):
+            events += self.take(record)
+        self.revision = revision
+        return events
+
+    def take(self, record: Record) -> list[Event]:
+        """The events that a record completes. Raises `Gap` for one that is too far ahead of what was read."""
+        try:
+            body = self.tail.take(record)
+        except Gap as gap:
+            raise self._damaged(f"has lost events: {gap}") from gap
+        except ValueError as error:
+            raise self._damaged(f"cannot be right: {error}") from error
+        return self._decode(body) if body is not None else []
+
+    def _decode(self, body: bytes) -> list[Event]:
+        try:
+            return _decode_events(body)
+        except (KeyError, ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+            raise JournalError(
+                f"The journal {self} holds events that this version cannot read: {error}.",
+                hint="Use the version of Strata that wrote it.",
+            ) from error
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def lead(self, term: int) -> None:
+        """From now on records of this term are appended; all that earlier leaders appended must have been read."""
+        self._appender = Appender(term, position=self.tail.position)
+        self._change([self.log.put("format", FORMAT.encode())])
+        self._snapshot_revision = self._until_known(self.log.pointed_at)
+
+    def append(self, events: Sequence[Event]) -> None:
+        appender = self._leading()
+        for record in appender.records(_encode_events(events), part_bytes=PART_BYTES):
+            fate = "again"
+            while fate == "again":
+                fate = appender.fate(record, self._until_known(partial(self.log.append, record)))
+            if fate == "deposed":
+                raise self._deposed("another coordinator leads")
+            if fate == "foreign":
+                raise self._damaged(
+                    f"has a record at position {record.position} that nobody can have written"
+                )
+
+    def snapshot(self, events: Iterable[Event]) -> None:
+        appender = self._leading()
+        position, body = appender.position, _encode_events(events)
+        name = f"{appender.term:016x}-{position:016x}"
+        pieces = [body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._change([self.log.put(_piece_name(name, number), piece)])
+        pointer = Pointer(
+            snapshot=name, position=position, pieces=len(pieces), digest=hashlib.sha256(body).hexdigest()
+        )
+        revision = self._until_known(
+            partial(self.log.point, appender.term, pointer, after=self._snapshot_revision)
+        )
+        if revision is None:
+            raise self._deposed("another coordinator leads")
+        # Earlier ones alone, so that a request that arrives late takes nothing of a later one. Whoever reads the one before reads it as
+        # of its revision, and a standby that is a little behind finds its records.
+        self._change(
+            [
+                self.log.delete("snapshots/", f"snapshots/{name}/"),
+                self.log.delete("log/", _log_name(self._snapshot_position + 1)),
+            ]
+        )
+        if self._snapshot_revision:  # What was before the one before.
+            with suppress(ConnectionError):  # The next one does.
+                self.log.compact(self._snapshot_revision)
+        self._snapshot_position, self._snapshot_revision = position, revision
+
+    def _change(self, operations: list[dict[str, Any]]) -> None:
+        term = self._leading().term
+        if not self._until_known(partial(self.log.change, term, operations)):
+            raise self._deposed("another coordinator leads")
+
+    def _until_known(self, request: Callable[[], Answer]) -> Answer:
+        """The answer to a request that may be made more than once; raises `Deposed` when there is no hope left."""
+        pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+        while True:
+            try:
+                return request()
+            except EtcdRefused as refusal:
+                if refusal.code == NO_SPACE:
+                    log.error(
+                        "etcd at %s has no space left (%s): compact and defragment it or raise its quota, then run: "
+                        "etcdctl alarm disarm",
+                        *(self.location.address, refusal),
+                    )
+                raise self._deposed(f"etcd refuses to write: {refusal}") from refusal
+            except ConnectionError as error:
+                if not self.is_led():
+                    raise self._deposed(f"etcd cannot be reached: {error}") from error
+                time.sleep(pauses.pause_s() or 0.0)
+
+    def _leading(self) -> Appender:
+        if self._appender is None:
+            raise self._deposed("it does not lead")
+        return self._appender
+
+    def close(self) -> None:
+        self.log.close()
+
+    # --- further --------------------------------------------------------------------------------------------
+
+    def agree(self, name: str, value: bytes) -> bytes:
+        """What all coordinators of this journal use under a name: this value, where there was none. Where etcd does not answer, this
+        one's: an earlier agreement, if there was one."""
+        try:
+            return self.log.agree(name, value)
+        except FAILURES as error:
+            log.warning("it is not known whether other coordinators use the same %s: %s", name, error)
+            return value
+
+    # --- errors ---------------------------------------------------------------------------------------------
+
+    def _check_format(self, *, serializable: bool) -> None:
+        found = self.log.find("format", serializable=serializable)
+        if found is not None and found != FORMAT.encode():
+            raise JournalError(
+                f"The journal {self} has format {found.decode(errors='replace')}; this version of Strata writes format {FORMAT}.",
+                hint="Use the version of Strata that wrote it, or another prefix.",
+            )
+
+    def _deposed(self, why: str) -> Deposed:
+        return Deposed(f"This coordinator no longer leads: {why}.", hint="It starts again as a standby.")
+
+    def _damaged(self, what: str) -> JournalError:
+        return JournalError(
+            f"The journal {self} {what}.",
+            hint="Restore etcd from a copy, or start with another prefix: etcd://HOSTS/PREFIX.",
+        )
+
+    def unreachable(self, error: Exception) -> JournalError:
+        return JournalError(
+            f"The journal {self} cannot be reached: {error}.",
+            hint="Is etcd running, and are these its client addresses? Ask it: etcdctl --endpoints "
+            f"{self.location.address} endpoint health",
+        )
+
+
+@contextmanager
+def hold(journal: EtcdJournal, *, name: str, lease_s: float = HELD_S) -> Iterator[EtcdJournal]:
+    """A journal for one tool alone: loaded, and led. Raises `JournalError` where a coordinator leads with it."""
+    try:
+        leader, lease, _ = journal.log.campaign(
+            Leader(name=f"{name} {secrets.token_hex(4)}", term=0), lease_s=lease_s
+        )
+    except (*FAILURES, LeaseLost) as error:
+        raise journal.unreachable(error) from error
+    if not lease or leader is None:
+        where = leader.grpc or leader.name if leader is not None else "another"
+        raise JournalError(
+            f"The journal {journal} is in use: {where} leads.",
+            hint="Stop every coordinator that uses it first.",
+        )
+    try:
+        list(journal.load())
+        journal.lead(leader.term)
+        yield journal
+    finally:
+        with suppress(*FAILURES):  # It runs out by itself.
+            journal.log.revoke(lease)
+
+
+class EtcdSpace:
+    """The journal takes no space of this machine's disk: it is never full. What is measured is the disk beside it."""
+
+    def __init__(self, beside: Space) -> None:
+        self.beside = beside
+        self.is_full = False
+
+    @property
+    def folder(self) -> Path:
+        return self.beside.folder
+
+    @property
+    def free_bytes(self) -> int:
+        return self.beside.free_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.beside.total_bytes
+
+    @property
+    def low_bytes(self) -> int:
+        return self.beside.low_bytes
+
+    def look(self) -> None:
+        self.beside.look()
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+def _encode_events(events: Iterable[Event]) -> bytes:
+    return msgspec.msgpack.encode([(codec.kind_of(event), codec.encode(event)) for event in events])
+
+
+def _decode_events(body: bytes) -> list[Event]:
+    return [codec.decode(kind, event) for kind, event in _EVENTS.decode(body)]
+
+
+_EVENTS = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
+_RECORD = msgspec.msgpack.Decoder(tuple[int, int, int, int, bytes])
+
+
+def _encode_record(record: Record) -> bytes:
+    return msgspec.msgpack.encode((record.term, record.batch, record.part, record.parts, record.body))
+
+
+def _record(kv: dict[str, Any]) -> Record:
+    try:
+        term, batch, part, parts, body = _RECORD.decode(decode(kv.get("value", "")))
+        return Record(position=_position(kv), term=term, batch=batch, part=part, parts=parts, body=body)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise JournalError(
+            f"{decode(kv['key']).decode(errors='replace')} in etcd is no record of a journal: {error}.",
+            hint="Restore etcd from a copy, or start with another prefix: etcd://HOSTS/PREFIX.",
+        ) from error
+
+
+def _log_name(position: int) -> str:
+    return f"log/{position:016x}"
+
+
+def _piece_name(snapshot: str, number: int) -> str:
+    return f"snapshots/{snapshot}/{number:08x}"
+
+
+def _position(kv: dict[str, Any]) -> int:
+    return int(decode(kv["key"]).rpartition(b"/")[2], 16)
+
+
+def _pointer(kv: dict[str, Any]) -> Pointer:
+    return msgspec.json.decode(decode(kv["value"]), type=Pointer)
+
+
+def _leader(answer: dict[str, Any]) -> Leader | None:
+    for kv in answer.get("kvs", ()):
+        facts = msgspec.json.decode(decode(kv.get("value", "")), type=dict[str, str])
+        return Leader(
+            name=facts.get("name", ""),
+            grpc=facts.get("grpc", ""),
+            http=facts.get("http", ""),
+            term=int(kv["create_revision"]),
+        )
+    return None
+
+
+def _was_changed_at(key: str, revision: int) -> dict[str, Any]:
+    return {"key": key, "result": "EQUAL", "target": "MOD", "mod_revision": str(revision)}
+
+
+def _is_absent(key: str) -> dict[str, Any]:
+    return {"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": "0"}

@@ -1,0 +1,57 @@
+"""A rank that makes no step is an incident with its stacks, also where nobody ends it; it is over with the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.running import strata
+from tests.support import Coordinator, eventually
+from tests.training.loops import Loop
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    server = Coordinator(tmp_path / "coordinator").start()
+    yield server
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.output), "".join(server.output)
+
+
+def test_a_hang_that_ends_nobody_is_an_incident_with_stacks_until_the_next_step(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    def incidents(state: str) -> list[dict[str, Any]]:
+        found = [each for each in coordinator.get("/api/incidents") if each["failure_class"] == "hang"]
+        return [each for each in found if each["state"] == state]
+
+    def stand_still() -> None:
+        eventually(lambda: incidents("open"), within_s=60, what="the hang is an incident")
+
+    loop = Loop(
+        str(tmp_path / "checkpoints"),
+        coordinator=coordinator.address,
+        epochs=None,
+        max_steps=2_000,
+        hang_timeout_s=0.5,
+    )
+    found: dict[str, Any] = {}
+    with loop.job as job:
+        for batch in job:
+            if job.step == 3:
+                stand_still()
+                (found,) = incidents("open")
+            loop.train(batch)
+            if incidents("recovered"):
+                break  # By the steps that were made since.
+            assert job.step < 1_000, "steps are made, and it is still open"
+    assert (found["failure_class"], found["rank"], found["decision"]) == ("hang", 0, "continue")
+    assert "stand_still" in found["failures"][0]["error"]["traceback"], "with its stacks"
+    (line,) = coordinator.get("/api/logs?level=error&q=hung")
+    assert "rank 0" in line["message"]
+    (over,) = incidents("recovered")
+    assert over["lost_s"] > 0
+    assert "hung: has completed no step" in strata("why", job.name, "--api", coordinator.url).out

@@ -50,7 +50,7 @@ trainer = Trainer(
 )
 StrataCallback(  # +
     arguments.checkpoints,  # + resumed from, saved to in the background, and at SIGTERM
-    global_batch_size=64,  # + the same with any number of workers
+    global_batch_size=64,  # + the same with one, two or four workers
     sinks=[strata.sinks.TensorBoard("runs/hf-metrics")],  # + beside the coordinator, where there is one
 ).attach(trainer)  # +
 trainer.train()

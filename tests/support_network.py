@@ -26,6 +26,11 @@ class Network:
     def address(self, machine: int) -> str:
         return f"{self._prefix}.{machine + 2}"
 
+    @property
+    def interface(self) -> str:
+        """That has `here`."""
+        return self._name
+
     def namespace(self, machine: int) -> str:
         return f"{self._name}-{machine}"
 
@@ -37,7 +42,9 @@ class Network:
         _ip("link", "set", self._port(machine), "master", self._name)
 
     def create(self) -> None:
-        _ip("link", "add", self._name, "type", "bridge")
+        # An address of its own: with that of a port, this machine would still get what comes through it once it is cut.
+        own = "02:" + ":".join(f"{random.randrange(256):02x}" for _ in range(5))
+        _ip("link", "add", self._name, "address", own, "type", "bridge")
         _ip("addr", "add", f"{self.here}/24", "dev", self._name)
         _ip("link", "set", self._name, "up")
         for machine in range(self._machines):

@@ -103,6 +103,12 @@ def test_an_operation_without_an_answer_may_have_taken_effect_or_not() -> None:
     assert check(late, Register()) == [], "it may take effect long after its client gave up"
 
 
+def test_a_refusal_without_a_reason_is_no_violation_and_a_success_without_one_is() -> None:
+    refused = op(2, 3, "swap", "b", "a", result=(False, "a"))
+    assert check([swap(0, 1, "a", None), refused, op(4, 5, "read", result="a")], Register()) == []
+    assert check([swap(0, 1, "a", None), refused, op(4, 5, "read", result="b")], Register())
+
+
 def test_keys_are_independent_and_the_violation_says_which_and_why() -> None:
     fine = [op(0, 1, "swap", "a", None, result=(True, "a"), key="fine")]
     violations = check([*PLANTED["a stale read"], *fine], Register())

@@ -252,6 +252,31 @@ def test_lost_peer_is_left_out_and_another_machine_takes_the_copy(
     third.await_step(1)
 
 
+def test_peer_that_is_found_silent_is_not_waited_for_any_longer(
+    machines: Callable[[int], list[Machine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a machine that has lost its power: its connections are there, and nothing comes over them any more."""
+    monkeypatch.setattr(wire, "STILL_S", 600.0)
+    first, second, third = machines(3)
+    is_asked, is_over = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> None:
+        is_asked.set()
+        is_over.wait(60)
+        raise PeerError("The machine is lost.")
+
+    monkeypatch.setattr(second.peer_memory, "_take", stand_still)
+    try:
+        first.save(1, state(1))
+        assert is_asked.wait(20)
+        assert second.peer_memory._listener is not None
+        second.peer_memory._listener.shutdown(socket.SHUT_RDWR)
+        assert first.link.copies(RUN) == []  # As the next generation does.
+        third.await_step(1)
+    finally:
+        is_over.set()
+
+
 def test_peer_that_stands_still_stalls_nothing_and_leaks_nothing(
     machines: Callable[[int], list[Machine]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

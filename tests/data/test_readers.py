@@ -347,3 +347,15 @@ def test_memory_for_parquet_row_groups_is_bounded(tmp_path: Path) -> None:
     for i in range(0, 400_000, 10_000):
         assert reader[i + 7] == {"x": i + 7}
     assert reader._cache._used_bytes <= 200_000
+
+
+def test_a_page_of_parquet_that_is_not_what_its_checksum_says_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    rows = pa.table({"x": list(range(1_000))})
+    pa.parquet.write_table(rows, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    at = data.index((500).to_bytes(8, "little"))
+    data[at] ^= 1  # Any number is a number: only the checksum tells.
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"x\.parquet.*damaged"):
+        DatasetReader(path)[500]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,26 @@ from strata.diagnostics import health
 from strata.rendezvous.health_gate import is_suspicious, mode
 from strata.rpc.cas import CoordinatorCasClient
 from tests.support import Coordinator, as_machine, may_name_machines
+from tests.training.test_drain import STEPS, Machines
+from tests.training.test_recoverable_faults import assert_trained_once
+
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = "import socket; print('TRAINED ON', socket.gethostname(), flush=True)"
 PLUGIN = """
 def check():
-    import socket
-    if socket.gethostname() == 'bad':
+    import os, socket
+    warm = os.environ.get('COOLING_FAILED', '')
+    if socket.gethostname() == 'bad' and (not warm or os.path.exists(warm)):
         raise RuntimeError('the cooling water is warm')
     return {'water_celsius': 21.5}
+"""
+BUS_ERROR = """
+import os, signal
+fails = folder / 'fails'
+if os.environ['MACHINE'] == 'bad' and fails.exists():
+    fails.unlink()
+    os.kill(os.getpid(), signal.SIGBUS)
 """
 
 
@@ -101,6 +115,38 @@ def test_a_machine_that_is_not_fit_is_quarantined_and_one_that_is_trains(
     coordinator.start()
     assert [one["host"] for one in coordinator.get("/api/quarantine")] == ["bad"]
     assert len(coordinator.get("/api/machines")) == 2
+
+
+@pytest.mark.timeout(600)
+def test_spare_takes_the_place_of_a_machine_that_is_found_unfit_after_a_suspicious_failure(
+    coordinator: Coordinator, tmp_path: Path, plugin: str
+) -> None:
+    if not may_name_machines():
+        pytest.skip("this user may not name machines")
+    with ExitStack() as stack:
+        machines = Machines(stack, coordinator, tmp_path, nnodes="2", each_step=BUS_ERROR)
+        warm = machines.folder / "warm"
+        gate = {"COOLING_FAILED": str(warm), "PYTHONPATH": f"{plugin}{os.pathsep}{ROOT}"}
+        good, bad = machines.start("good", **gate), machines.start("bad", **gate)
+        good.await_line(lambda line: line.get("world") == 2, count=2)
+        spare = machines.start("spare", **gate)
+        good.await_line(lambda line: "wait" in line)  # It stands by, at the entrance of its function.
+        warm.touch()
+        (machines.folder / "fails").touch()
+        assert bad.process.wait(120) == 128 + signal.SIGTERM, good.output()
+        good.await_line(lambda line: line.get("world") == 2 and line["machine"] == "spare")
+        machines.slow.unlink()
+        good.finish()
+        spare.finish()
+        (held,) = coordinator.get("/api/quarantine")
+        assert (held["host"], held["by"]) == ("bad", "its health checks")
+        assert "cooling: RuntimeError: the cooling water is warm" in held["reason"]
+        found = {one["host"]: one for one in coordinator.get("/api/machines")}
+        assert found["bad"]["reason"].startswith("after a failure: "), found["bad"]
+        assert "SIGBUS" in found["bad"]["reason"]
+        assert found["spare"]["failed"] == {}
+    assert len(machines.processes(good, "good")) == 1, "it has stayed"
+    assert_trained_once(good, STEPS)
 
 
 def test_the_coordinator_says_why_a_slow_machine_is_not_to_join(coordinator: Coordinator) -> None:

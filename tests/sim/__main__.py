@@ -7,6 +7,7 @@ import multiprocessing
 import time
 from collections import Counter
 
+from tests.sim import leadership
 from tests.sim.job import Simulation, simulate
 
 
@@ -18,6 +19,9 @@ def main() -> None:
         "--job", action="store_true", help="an elastic job instead of a coordinator and its fleet"
     )
     parser.add_argument(
+        "--leadership", action="store_true", help="several coordinators over one store instead"
+    )
+    parser.add_argument(
         "--machines", action="store_true", help="with agents that speak for the workers of their machines"
     )
     parser.add_argument("--story", action="store_true", help="print everything that happened")
@@ -25,6 +29,9 @@ def main() -> None:
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
     if arguments.job:
         run_jobs(seeds, story=arguments.story)
+        return
+    if arguments.leadership:
+        run_leadership(seeds, story=arguments.story)
         return
     from tests.sim.machines import MachineScenario
     from tests.sim.scenario import Scenario
@@ -37,6 +44,24 @@ def main() -> None:
             if arguments.story:
                 print("\n".join(scenario.world.story))
         print(result)
+
+
+def run_leadership(seeds: range, *, story: bool) -> None:
+    """As `run_jobs`, with what several coordinators do."""
+    if story:
+        for seed in seeds:
+            scenario = leadership.Scenario(seed)
+            try:
+                print(scenario.run())
+            finally:
+                print("\n".join(scenario.world.story))
+        return
+    began_s, counts = time.monotonic(), Counter[str]()
+    with multiprocessing.Pool() as pool:
+        for done, found in enumerate(pool.imap_unordered(leadership.simulate, seeds, chunksize=50), 1):
+            counts.update(found.counts)
+            if done % 5_000 == 0 or done == len(seeds):
+                print(f"{done:,} schedules, {time.monotonic() - began_s:.0f} s: {dict(counts)}", flush=True)
 
 
 def run_jobs(seeds: range, *, story: bool) -> None:

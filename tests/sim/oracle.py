@@ -8,6 +8,7 @@
   removed, however late the word of it is.
 * A process whose end an agent has reported is in exactly one incident, for ever, and no other process is blamed there that was
   only lost; a run has at most one incident that is open, and none that was known when a recovery was reported.
+* Nothing is forgotten of what a recovery can use.
 * Every unfinished shard of every plan has exactly one owner, who is present; a new plan is even.
 """
 
@@ -33,6 +34,7 @@ from strata.core.messages import (
     JobId,
     NotifyCheckpoint,
     ReconcileCheckpoints,
+    RecordsForgotten,
     Refused,
     RegisterDataset,
     Registered,
@@ -115,6 +117,7 @@ class Oracle:
         self._incarnations: set[int] = set()
         self._acknowledged_incarnation = 0
         self._checkpoints: set[str] = set()
+        self.forgotten = 0
         self._run_generation = 0
         """The newest of the run that a checkpoint was acknowledged for."""
         self._datasets: set[str] = set()
@@ -153,6 +156,11 @@ class Oracle:
                 must(event.checkpoint_id not in self.existing(), f"{event} is in the store")
             if isinstance(event, CheckpointCompleted) and event.reason == "found again":
                 must(event.checkpoint_id in self.existing(), f"{event} is not in the store")
+            if isinstance(event, RecordsForgotten):
+                lost = self._checkpoints & self.existing() & set(event.checkpoints)
+                must(not lost, f"{lost} exist and are forgotten")
+                self._checkpoints -= set(event.checkpoints)
+                self.forgotten += len(event.checkpoints) + event.barriers
             self.account.take(event)
 
     def _must_be_current(self, command: Command) -> None:

@@ -14,6 +14,7 @@ from strata.core.cluster import Limits
 from strata.core.fleet.barriers import BarrierLimits
 from strata.core.fleet.checkpoints import data_commit
 from strata.core.fleet.membership import MembershipLimits
+from strata.core.fleet.retention import RetentionLimits
 from strata.core.messages import DEFAULT_JOB, DatasetSpec, RegisterDataset
 from tests.sim.coordinator import Request, SimCoordinator
 from tests.sim.oracle import Oracle, must
@@ -28,12 +29,12 @@ STORY_LINES = 80
 class SimulationFailed(AssertionError):
     """Carries what is needed to see it again."""
 
-    def __init__(self, world: World, error: Exception, *, options: str = "") -> None:
+    def __init__(self, world: World, error: Exception, *, kind: str = "") -> None:
         self.seed = world.seed
         story = "\n".join(world.story[-STORY_LINES:])
         super().__init__(
             f"seed {world.seed}: {error}\n\nThe story, up to there:\n{story}\n\n"
-            f"See all of it with: python -m tests.sim {options}--seed {world.seed} --story"
+            f"See all of it with: python -m tests.sim --seed {world.seed} --story {kind}".rstrip()
         )
 
 
@@ -48,6 +49,7 @@ class Result:
     storage_refusals: int
     incarnations: int
     incidents: int
+    forgotten: int
     fingerprint: str
     """Of the whole story: two runs of one seed are the same run."""
 
@@ -66,6 +68,14 @@ class Scenario:
                 heartbeat_timeout_s=2.5, disconnect_grace_s=0.5, forget_failed_after_s=world.between(3, 60)
             ),
             barriers=BarrierLimits(timeout_s=10.0),
+            # With a clock that is set, what is old is forgotten long before its time.
+            retention=RetentionLimits(
+                checkpoints_s=world.between(0.5, 20),
+                barriers_s=world.between(30, 60),
+                always_kept=world.random.randint(8, 14),
+                slack_s=world.between(0, 2),
+                look_every_s=1.0,
+            ),
         )
         self.coordinator = SimCoordinator(world, self.network, limits, self.oracle)
         self.plan = Plan(
@@ -101,7 +111,7 @@ class Scenario:
         except SimulationFailed:
             raise
         except Exception as error:  # A failure without its seed and story is worth nothing.
-            raise SimulationFailed(self.world, error, options=self.options) from error
+            raise SimulationFailed(self.world, error, kind=self.options) from error
         story = "\n".join(self.world.story).encode()
         return Result(
             seed=self.world.seed,
@@ -113,6 +123,7 @@ class Scenario:
             storage_refusals=self.oracle.storage_refusals,
             incarnations=self.oracle.account.registered,
             incidents=self.oracle.incidents,
+            forgotten=self.oracle.forgotten,
             fingerprint=hashlib.sha256(story).hexdigest(),
         )
 

@@ -16,7 +16,7 @@ import pytest
 from strata.core.cluster import Cluster
 from strata.core.faults import incidents
 from strata.core.faults.incidents import Incidents
-from strata.core.fleet import membership
+from strata.core.fleet import membership, retention
 from strata.core.fleet.barriers import Barriers, OpenBarrier
 from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.fleet.membership import Membership
@@ -67,6 +67,7 @@ def assert_interesting(results: list[Result]) -> None:
     assert sum(result.releases for result in results) > 200
     assert sum(result.storage_refusals for result in results) > 10
     assert sum(result.incidents for result in results) > 10
+    assert sum(result.forgotten for result in results) > 10
 
 
 def test_one_seed_is_one_story() -> None:
@@ -148,6 +149,10 @@ def what_came_while_a_snapshot_was_drawn_is_taken_to_be_in_it(patch: Patch) -> N
         snapshot(self, events, position=self.position)
 
     patch(Disk, "snapshot", hasty)
+
+
+def checkpoints_that_exist_are_forgotten(patch: Patch) -> None:
+    patch(retention, "_is_gone", lambda record: record.status == "completed")
 
 
 def progress_is_not_taken_from_checkpoints(patch: Patch) -> None:
@@ -237,6 +242,7 @@ def whoever_is_lost_is_blamed(patch: Patch) -> None:
 
 
 MISTAKES = [
+    checkpoints_that_exist_are_forgotten,
     what_came_while_a_snapshot_was_drawn_is_taken_to_be_in_it,
     a_report_that_is_said_again_counts_again,
     what_an_agent_says_late_is_not_taken,

@@ -7,7 +7,7 @@ model in tensor parallel. `adam` is a small network under DDP, whose parameters 
 With SCHEDULE in the environment, a list of `[world, first, end]`, nothing is recovered: so many ranks train these steps of kind `adam`,
 and hand their state on.
 
-With PEERS in the environment (`peer`, `peer:2`), snapshots are copied to other machines as well.
+With PLAIN in the environment nothing recovers in its process. With PEERS (`peer`, `peer:2`), snapshots are copied to other machines as well.
 
 What it does is written to FOLDER/log, a line each, also that it is a spare or waits; FOLDER/faults-SLOT may hold Python that is run after every step.
 """
@@ -106,10 +106,6 @@ def faults(step: int) -> None:
         exec(path.read_text(), {"step": step, "folder": FOLDER, "path": path})  # noqa: S102
 
 
-@strata.recoverable(
-    timeout_s=float(os.environ.get("TIMEOUT_S", "60")),
-    group_timeout_s=float(GROUP_TIMEOUT_S) if GROUP_TIMEOUT_S else None,
-)
 def train(run: Run) -> None:
     note(
         entered=run.generation,
@@ -153,6 +149,21 @@ def train(run: Run) -> None:
     note(finished=job.step)
 
 
+def train_plainly() -> None:
+    """As a script does that knows nothing of recovery: whoever is left is started again."""
+    distributed.init_process_group("gloo")
+    train(
+        Run(
+            rank=distributed.get_rank(),
+            world_size=distributed.get_world_size(),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            generation=0,
+            restarts=0,
+        )
+    )
+    distributed.destroy_process_group()
+
+
 def follow(schedule: list[tuple[int, int, int]]) -> None:
     distributed.init_process_group("gloo")
     rank, epoch = distributed.get_rank(), SAMPLES // BATCH
@@ -188,5 +199,11 @@ if __name__ == "__main__":
         note(**{entrance: os.environ["RANK"]})
     if "SCHEDULE" in os.environ:
         follow(json.loads(os.environ["SCHEDULE"]))
+    elif "PLAIN" in os.environ:
+        train_plainly()
     else:
-        train()
+        recover = strata.recoverable(
+            timeout_s=float(os.environ.get("TIMEOUT_S", "60")),
+            group_timeout_s=float(GROUP_TIMEOUT_S) if GROUP_TIMEOUT_S else None,
+        )
+        recover(train)()

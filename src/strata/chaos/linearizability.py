@@ -54,7 +54,8 @@ class Model(Protocol):
 @dataclass(frozen=True, slots=True)
 class Register:
     """A value that is read, and replaced by who knows the one before: `read` has the value, or None; `swap(new, expected)` has
-    whether it was made and the value afterwards. Values are written once each, so that a value stands for its version."""
+    whether it was made and the value afterwards. Each value is written once, so that it stands for its version. A swap may be refused
+    though nobody was faster: a coordinator that starts again gives values new versions."""
 
     initial: Hashable = None
 
@@ -62,11 +63,10 @@ class Register:
         if action[0] == "read":
             return result == state, state
         _, new, expected = action
-        made = state == expected
-        after = new if made else state
-        if result == UNKNOWN:
-            return made, after
-        return result == (made, after), after
+        if result == (False, state):
+            return True, state
+        is_possible = state == expected and result in (UNKNOWN, (True, new))
+        return is_possible, new
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,9 @@ class Violation:
 
     def __str__(self) -> str:
         last = "".join(f"\n  after {operation}" for operation in self.explained[-3:])
-        stuck = "".join(f"\n  not {operation}" for operation in self.unexplained[:5])
+        # What was answered says most; of what was not there may be much.
+        foremost = sorted(self.unexplained, key=lambda each: each.answered_s is None)
+        stuck = "".join(f"\n  not {operation}" for operation in foremost[:5])
         return f"the history of '{self.key}' is not linearizable:{last}{stuck}"
 
 

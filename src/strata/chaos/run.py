@@ -91,6 +91,11 @@ class ChaosRun:
         return found.step if found is not None else 0
 
     @property
+    def worker_count(self) -> int:
+        """How many workers live now."""
+        return sum(len(agent.workers()) for agent in self.agents if agent.is_running)
+
+    @property
     def is_running(self) -> bool:
         return any(agent.is_running for agent in self.agents)
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import strata
-from strata.cli import bench, chaos, checkpoint, doctor
+from strata.cli import bench, chaos, checkpoint, doctor, soak
 from strata.cli.common import LiteralGroup, Unreachable, adopt_dotenv, say_error
 from strata.cli.datasets import audit, data, index, mixture
 from strata.cli.extras import missing_extra
@@ -71,6 +71,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
     drain.drain,
     chaos.chaos,
+    soak.soak,
     slurm.slurm,
     links.dashboard_link,
     access.audit_log,

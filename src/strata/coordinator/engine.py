@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,12 @@ from itertools import islice
 from typing import Literal, Protocol, TypeVar
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.compaction import CompactsInPieces, SnapshotInPieces
+from strata.coordinator.journal.compaction import (
+    CompactsInPieces,
+    JournalSizes,
+    MeasuresItself,
+    SnapshotInPieces,
+)
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
 from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
@@ -162,6 +167,9 @@ class Engine:
         """Grows with every durable batch: what readers compare to know that their copy is old."""
         self.require_leading: Callable[[], None] = lambda: None
         """Raises what commands are refused with while another coordinator leads."""
+        self.confirmed: Callable[[], Awaitable[None]] | None = None
+        """Among several coordinators: returns when nobody else can have led up to now, or raises what to answer instead. What is answered
+        without being written (refusals, swaps that were too late) rests on it."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -262,6 +270,10 @@ class Engine:
 
         self.post(command, answered, client=client)
         return await future
+
+    @property
+    def journal_sizes(self) -> JournalSizes | None:
+        return self._journal.sizes() if isinstance(self._journal, MeasuresItself) else None
 
     @property
     def is_settled(self) -> bool:
@@ -381,6 +393,11 @@ class Engine:
         events.extend(own)
         hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
         await self._make_durable(hard)
+        if answers and not hard and self.confirmed is not None:
+            try:
+                await self.confirmed()
+            except StrataError as error:
+                answers = [(answered, error) for answered, _ in answers]
         if events:
             self.revision += 1
             self.on_events(len(events))

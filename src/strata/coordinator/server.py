@@ -118,6 +118,8 @@ class Server:
             notify,
             self._election,
         )
+        if self._election is not None:
+            self.runtime.engine.confirmed = self._election.confirmed
         self.runtime.prices = settings.price_list
         if self.runtime.logs.archive is not None:
             self.runtime.logs.archive.is_paused = lambda: self._space.is_full

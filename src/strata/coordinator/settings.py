@@ -20,6 +20,7 @@ from strata.core.faults.cost import PriceList
 from strata.core.fleet.barriers import BarrierLimits
 from strata.core.fleet.membership import MembershipLimits
 from strata.core.fleet.presence import PresenceLimits
+from strata.core.fleet.retention import DAY_S, RetentionLimits
 
 SECTION = "coordinator"
 EVERYWHERE = ("0.0.0.0", "::")
@@ -142,6 +143,34 @@ class CoordinatorSettings:
     )
     log_days: float = setting(
         7.0, "Days for which log lines are kept.", env="STRATA_LOG_DAYS", least=0.001, most=3650
+    )
+    keep_tasks_days: float = setting(
+        30.0,
+        "Days for which tasks that have ended are remembered; the newest 100 always.",
+        env="STRATA_KEEP_TASKS_DAYS",
+        least=0.01,
+        most=3650,
+    )
+    keep_checkpoints_days: float = setting(
+        7.0,
+        "Days for which checkpoints that were removed or have failed are remembered; those that exist always.",
+        env="STRATA_KEEP_CHECKPOINTS_DAYS",
+        least=0.01,
+        most=3650,
+    )
+    keep_barriers_days: float = setting(
+        1.0,
+        "Days for which barriers that have ended are remembered, of the newest 2,000; the newest 100 always.",
+        env="STRATA_KEEP_BARRIERS_DAYS",
+        least=0.01,
+        most=3650,
+    )
+    keep_values_days: float = setting(
+        1.0,
+        "Days after which a value of a rendezvous that nobody has touched is dropped.",
+        env="STRATA_KEEP_VALUES_DAYS",
+        least=0.01,
+        most=3650,
     )
     log_lines_per_second: int = setting(
         500,
@@ -266,6 +295,12 @@ class CoordinatorSettings:
             ),
             barriers=BarrierLimits(timeout_s=self.barrier_timeout),
             presence=PresenceLimits(grace_s=self.agent_grace),
+            retention=RetentionLimits(
+                tasks_s=self.keep_tasks_days * DAY_S,
+                checkpoints_s=self.keep_checkpoints_days * DAY_S,
+                barriers_s=self.keep_barriers_days * DAY_S,
+                values_s=self.keep_values_days * DAY_S,
+            ),
         )
 
     @property

@@ -32,6 +32,7 @@ from strata.core.fleet.membership import Membership, MembershipLimits
 from strata.core.fleet.presence import Presence, PresenceLimits
 from strata.core.fleet.quarantine import Quarantine
 from strata.core.fleet.recoveries import Recoveries
+from strata.core.fleet.retention import Retention, RetentionLimits
 from strata.core.fleet.tasks import Tasks
 from strata.core.fleet.values import Values
 from strata.core.messages import (
@@ -90,6 +91,7 @@ from strata.core.messages import (
     Rebalance,
     ReconcileCheckpoints,
     Reconciled,
+    RecordsForgotten,
     RecoveryRecorded,
     Refused,
     RegisterDataset,
@@ -134,6 +136,7 @@ class Limits:
     membership: MembershipLimits = field(default_factory=MembershipLimits)
     barriers: BarrierLimits = field(default_factory=BarrierLimits)
     presence: PresenceLimits = field(default_factory=PresenceLimits)
+    retention: RetentionLimits = field(default_factory=RetentionLimits)
 
 
 class Cluster:
@@ -149,8 +152,9 @@ class Cluster:
         self.quarantine = Quarantine()
         self.drains = Drains()
         self.health = Health()
-        self.values = Values()
+        self.values = Values(drop_after_s=limits.retention.values_s)
         self.presence = Presence(limits.presence)
+        self.retention = Retention(limits.retention)
 
     # --- commands in, events out ----------------------------------------------------------------------------
 
@@ -284,6 +288,7 @@ class Cluster:
                 _each(fact, self.barriers.decide_tick(self.membership, now))
                 _each(fact, self.values.decide_tick(now))
                 _each(fact, self.drains.decide_tick(now))
+                self._forget(now, fact)
                 return Accepted(reason="time passed")
         assert_never(command)
 
@@ -303,6 +308,13 @@ class Cluster:
             return self._arrive(command, now, fact)
         except Refused as refusal:
             return refusal
+
+    def _forget(self, now: Instant, fact: Callable[[Event], None]) -> None:
+        if self.retention.is_time(now):
+            self.retention.looked(now)
+            forgotten = self.retention.decide_forget(self.tasks, self.checkpoints, self.barriers, now)
+            if forgotten is not None:
+                fact(forgotten)
 
     def _quarantine_failed(
         self, command: ReportFailure, job: JobId, now: Instant, fact: Callable[[Event], None]
@@ -529,6 +541,10 @@ class Cluster:
                 self.drains.apply(event, now)
             case HostExamined():
                 self.health.apply(event)
+            case RecordsForgotten():
+                self.tasks.forget(event.tasks)
+                self.checkpoints.forget(event.checkpoints)
+                self.barriers.forget(event.barriers)
             case ValueSwapped() | ValueRefreshed() | VersionsReserved() | ValueDropped():
                 self.values.apply(event, now)
             case _:

@@ -30,6 +30,7 @@ from strata.core.messages import (
     HostUndrained,
     IncidentClosed,
     IncidentReported,
+    RecordsForgotten,
     RecoveryRecorded,
     ShardsMoved,
     TaskChanged,
@@ -143,6 +144,8 @@ def describe(event: Event | Change) -> EventText:
                 found = "; ".join(f"{name}: {why}" for name, why in sorted(event.failed.items()))
                 return EventText("error", f"machine {event.host} is not fit to train: {found}")
             return EventText("debug", _because(event, f"machine {event.host} is fit to train"))
+        case RecordsForgotten():
+            return EventText("debug", _because(event, "records forgotten"))
         case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return EventText("debug", _because(event, f"value {event.key}"))
         case CountersRestored():

@@ -378,6 +378,17 @@ class HostExamined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsForgotten:
+    """What nobody can use any more, and is old enough."""
+
+    tasks: tuple[TaskId, ...]
+    checkpoints: tuple[CheckpointId, ...]
+    barriers: int  # the oldest so many that have ended
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSwapped:
     key: str
     body: bytes
@@ -458,6 +469,7 @@ Event = (
     | HostDrained
     | HostUndrained
     | HostExamined
+    | RecordsForgotten
     | ValueSwapped
     | ValueRefreshed
     | VersionsReserved

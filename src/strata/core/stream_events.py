@@ -23,6 +23,7 @@ from strata.core.messages import (
     CountersRestored,
     Event,
     IncidentReported,
+    RecordsForgotten,
     ShardsMoved,
     TaskProgressed,
     ValueDropped,
@@ -97,7 +98,14 @@ _FORMS: dict[type[Any], _Form] = {
         }
     ),
 }
-_UNPUBLISHED = (*SOFT_EVENTS, CountersRestored, ValueSwapped, ValueDropped, VersionsReserved)
+_UNPUBLISHED = (
+    *SOFT_EVENTS,
+    CountersRestored,
+    RecordsForgotten,
+    ValueSwapped,
+    ValueDropped,
+    VersionsReserved,
+)
 
 _KINDS: dict[type[Any], str] = {
     event: re.sub(r"(?<!^)(?=[A-Z])", "_", event.__name__).lower() for event in get_args(Event)

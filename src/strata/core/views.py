@@ -440,6 +440,24 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
     )
 
 
+def objects(cluster: Cluster) -> dict[str, int]:
+    """How many the state has of each kind: what retention bounds."""
+    return {
+        "workers": len(cluster.membership.members),
+        "jobs": len(cluster.membership.job_generations),
+        "datasets": len(cluster.datasets.specs),
+        "plans": len(cluster.datasets.plans),
+        "open_barriers": len(cluster.barriers.open),
+        "barriers": len(cluster.barriers.ended),
+        "checkpoints": len(cluster.checkpoints.records),
+        "tasks": len(cluster.tasks.tasks),
+        "recoveries": len(cluster.recoveries.records),
+        "incidents": len(cluster.incidents.records),
+        "values": len(cluster.values.durable),
+        "hosts": len(cluster.quarantine.hosts) + len(cluster.drains.hosts) + len(cluster.health.hosts),
+    }
+
+
 SNAPSHOT_STEP, PEER_STEP = "snapshot_step", "peer_step"
 """What workers report: the newest step that is in their machine's memory, and the newest that a peer has of it."""
 

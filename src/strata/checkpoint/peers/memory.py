@@ -506,6 +506,8 @@ class PeerMemory:
         for peer in others:
             copies = answers.get(peer.agent)
             if copies is None:
+                if self._sender is not None:
+                    self._sender.leave_out(peer, "it did not answer when copies were looked for")
                 silent.append(f"{peer.host} ({peer.address})")
             else:
                 found += [{**copy, "path": ""} for copy in copies]

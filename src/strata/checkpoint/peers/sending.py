@@ -2,7 +2,8 @@
 
 The newest image of each slot is sent; one that waits makes way for a newer one. Nobody holds an image for it: where training saves over
 one that is being sent, its mark is gone, and the receiver finds chunks that are not what their digests say; the copy is
-given up, and the next one is sent. A machine that does not answer is left out for a while, and the next of the roster asked.
+given up, and the next one is sent. A machine that does not answer is left out for a while, longer each time, and the next of the roster
+asked; also one that whoever looks for copies has found silent: it may be lost, with nobody there to end its connections.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from strata.core.jobs.peers import Peer, targets
 
 log = logging.getLogger("strata.peers")
 
-LEAVE_OUT_S = 10.0
-"""A machine that did not answer is not asked for so long."""
+LEAVE_OUT_S, LONGEST_LEAVE_OUT_S = 10.0, 600.0
+"""A machine that did not answer is not asked for so long, and twice as long each time: asking may take seconds."""
 SEND_S = 60.0
 """A copy that takes longer is given up."""
 PATIENCE_S = 20.0
@@ -91,7 +92,8 @@ class Sender:
         self._copied: dict[str, int] = {}
         """The newest step of a slot that another machine has."""
         self._connections: dict[str, socket.socket] = {}
-        self._left_out_until_s: dict[str, float] = {}
+        self._left_out: dict[str, tuple[float, float]] = {}
+        """Until when a machine is not asked, and how long that was."""
         self._said: dict[str, str] = {}
         self._closing = threading.Event()
         self.sent: deque[tuple[Image, Peer, int, float]] = deque(maxlen=64)
@@ -122,6 +124,18 @@ class Sender:
     def images(self) -> list[Path]:
         with self._changed:
             return list(self._newest.values())
+
+    def leave_out(self, peer: Peer, why: str) -> None:
+        """It does not answer. Who waits for it does not wait any longer."""
+        with self._changed:
+            _, before_s = self._left_out.get(peer.agent, (0.0, LEAVE_OUT_S / 2))
+            longer_s = min(2 * before_s, LONGEST_LEAVE_OUT_S)
+            self._left_out[peer.agent] = (time.monotonic() + longer_s, longer_s)
+            connection = self._connections.get(peer.agent)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # Closed by whoever uses it.
+        self._say(peer.agent, f"{peer.host} ({peer.address}) does not take copies now: {why}")
 
     def forget(self) -> None:
         """The run has ended."""
@@ -191,10 +205,11 @@ class Sender:
                     done.add(peer.agent)
                     with self._changed:
                         self._copied[image.slot] = found.manifest.step
+                        self._left_out.pop(peer.agent, None)
                     self._said.pop(peer.agent, None)
                 except PeerError as error:
                     if error.is_lost:
-                        self._leave_out(peer, error.message)
+                        self._give_up(peer, error.message)
                         continue
                     if error.is_stale:  # Superseded: others would not want it either.
                         log.info(
@@ -204,10 +219,9 @@ class Sender:
                     refusing.add(peer.agent)
                     self._say(peer.agent, f"{peer.host} ({peer.address}) keeps no copy: {error.message}")
                 except OSError as error:
-                    self._leave_out(peer, str(error) or type(error).__name__)
+                    self._give_up(peer, str(error) or type(error).__name__)
 
     def _chosen(self, image: Image, refusing: set[str]) -> list[Peer] | None:
-        now_s = time.monotonic()
         try:
             roster = self._roster.peers()
         except (ConnectionError, ValueError) as error:
@@ -216,8 +230,7 @@ class Sender:
         there = [
             peer
             for peer in roster
-            if peer.agent == self.me.agent
-            or (self._left_out_until_s.get(peer.agent, 0.0) <= now_s and peer.agent not in refusing)
+            if peer.agent == self.me.agent or not (self._is_left_out(peer) or peer.agent in refusing)
         ]
         chosen = targets(self.me.machine, image.holders, there, copies=image.copies)
         if not chosen and len(image.holders) <= image.copies:
@@ -227,10 +240,14 @@ class Sender:
     def _too_few(self, found: int, image: Image) -> str:
         return f"{found} of {image.copies} copies of this machine's snapshots are kept elsewhere: no other machine can take one now"
 
-    def _leave_out(self, peer: Peer, why: str) -> None:
-        self._left_out_until_s[peer.agent] = time.monotonic() + LEAVE_OUT_S
+    def _give_up(self, peer: Peer, why: str) -> None:
         self._forget_connection(peer)
-        self._say(peer.agent, f"{peer.host} ({peer.address}) does not take copies now: {why}")
+        if not self._is_left_out(peer):
+            self.leave_out(peer, why)
+
+    def _is_left_out(self, peer: Peer) -> bool:
+        with self._changed:
+            return time.monotonic() < self._left_out.get(peer.agent, (0.0, 0.0))[0]
 
     def _connection(self, peer: Peer) -> socket.socket:
         known = self._connections.get(peer.agent)
@@ -255,7 +272,7 @@ class Sender:
         try:
             answer = wire.ask(connection, message, raw)
         except (OSError, PeerError) as error:
-            if isinstance(error, PeerError) and not error.is_lost:
+            if self._is_left_out(peer) or (isinstance(error, PeerError) and not error.is_lost):
                 raise
             # It may have been closed while it was idle.
             self._forget_connection(peer)

@@ -56,4 +56,14 @@ def replay(
 
 def _wanted(name: str, kinds: list[str] | None) -> bool:
     """What agents agree on in values is no story unless one asks for it."""
-    return name in kinds if kinds else name not in ("ValueSwapped", "ValueDropped", "VersionsReserved")
+    return (
+        name in kinds
+        if kinds
+        else name
+        not in (
+            "RecordsForgotten",
+            "ValueSwapped",
+            "ValueDropped",
+            "VersionsReserved",
+        )
+    )

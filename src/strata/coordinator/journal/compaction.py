@@ -6,9 +6,26 @@ Until `commit` the snapshot before it counts; what a crash leaves of an unfinish
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from strata.core.messages import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSizes:
+    file_bytes: int
+    """Of the files. Freed space is used again; a file does not shrink."""
+    story_bytes: int
+    """Events, those of the past among them that are only kept to be shown."""
+    snapshot_bytes: int
+
+
+@runtime_checkable
+class MeasuresItself(Protocol):
+    """A journal that knows how large it is. May be asked at any time, from any thread."""
+
+    def sizes(self) -> JournalSizes: ...
 
 
 class SnapshotInPieces(Protocol):

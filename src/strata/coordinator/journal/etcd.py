@@ -307,6 +307,28 @@ class EtcdLog:
         found = next((_pointer(kv) for kv in answer.get("kvs", ())), None)
         return found, int(answer["header"]["revision"])
 
+    def pointed_at(self) -> int:
+        """The revision at which the snapshot that counts was named; 0: there is none."""
+        answer = self._range({"key": self.key("snapshot")})
+        return next((int(kv["mod_revision"]) for kv in answer.get("kvs", ())), 0)
+
+    def point(self, term: int, pointer: Pointer, *, after: int) -> int | None:
+        """Name the snapshot that counts from now on, in the place of the one that was named at the revision `after`: the revision of that.
+        None: another leads. A request that arrives late, when a further one counts already, changes nothing."""
+        key = self.key("snapshot")
+        answer = self.client.post(
+            "kv/txn",
+            {
+                "compare": [self._is_led(term), _was_changed_at(key, after)],
+                "success": [self.put("snapshot", msgspec.json.encode(pointer))],
+                "failure": [{"request_range": {"key": key}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return int(answer["header"]["revision"])
+        there = answer["responses"][0].get("response_range", {}).get("kvs", ())
+        return next((int(kv["mod_revision"]) for kv in there if _pointer(kv) == pointer), None)
+
     def pieces(self, pointer: Pointer, *, revision: int, serializable: bool = False) -> bytes:
         body = b""
         for first in range(0, pointer.pieces, PIECES_AT_ONCE):
@@ -322,10 +344,10 @@ class EtcdLog:
             body += b"".join(decode(kv.get("value", "")) for kv in answer.get("kvs", ()))
         return body
 
-    def change(self, term: int, operations: list[dict[str, Any]]) -> int | None:
-        """Several changes at once, if this term still leads: the revision. Made twice, they change nothing more."""
+    def change(self, term: int, operations: list[dict[str, Any]]) -> bool:
+        """Several changes at once, if this term still leads. Made again, at any time, they do no harm."""
         answer = self.client.post("kv/txn", {"compare": [self._is_led(term)], "success": operations})
-        return int(answer["header"]["revision"]) if answer.get("succeeded") else None
+        return bool(answer.get("succeeded"))
 
     def put(self, name: str, value: bytes) -> dict[str, Any]:
         return {"request_put": {"key": self.key(name), "value": encode(value)}}
@@ -474,6 +496,7 @@ class EtcdJournal:
         """From now on records of this term are appended; all that earlier leaders appended must have been read."""
         self._appender = Appender(term, position=self.tail.position)
         self._change([self.log.put("format", FORMAT.encode())])
+        self._snapshot_revision = self._until_known(self.log.pointed_at)
 
     def append(self, events: Sequence[Event]) -> None:
         appender = self._leading()
@@ -498,26 +521,28 @@ class EtcdJournal:
         pointer = Pointer(
             snapshot=name, position=position, pieces=len(pieces), digest=hashlib.sha256(body).hexdigest()
         )
-        revision = self._change([self.log.put("snapshot", msgspec.json.encode(pointer))])
-        # Whoever reads the one before reads it as of its revision, and a standby that is a little behind finds its records.
+        revision = self._until_known(
+            partial(self.log.point, appender.term, pointer, after=self._snapshot_revision)
+        )
+        if revision is None:
+            raise self._deposed("another coordinator leads")
+        # Earlier ones alone, so that a request that arrives late takes nothing of a later one. Whoever reads the one before reads it as
+        # of its revision, and a standby that is a little behind finds its records.
         self._change(
             [
                 self.log.delete("snapshots/", f"snapshots/{name}/"),
-                self.log.delete(f"snapshots/{name}0", "snapshots0"),
                 self.log.delete("log/", _log_name(self._snapshot_position + 1)),
             ]
         )
-        if self._snapshot_revision:
+        if self._snapshot_revision:  # What was before the one before.
             with suppress(ConnectionError):  # The next one does.
                 self.log.compact(self._snapshot_revision)
         self._snapshot_position, self._snapshot_revision = position, revision
 
-    def _change(self, operations: list[dict[str, Any]]) -> int:
+    def _change(self, operations: list[dict[str, Any]]) -> None:
         term = self._leading().term
-        revision = self._until_known(partial(self.log.change, term, operations))
-        if revision is None:
+        if not self._until_known(partial(self.log.change, term, operations)):
             raise self._deposed("another coordinator leads")
-        return revision
 
     def _until_known(self, request: Callable[[], Answer]) -> Answer:
         """The answer to a request that may be made more than once; raises `Deposed` when there is no hope left."""
@@ -691,6 +716,10 @@ def _leader(answer: dict[str, Any]) -> Leader | None:
             term=int(kv["create_revision"]),
         )
     return None
+
+
+def _was_changed_at(key: str, revision: int) -> dict[str, Any]:
+    return {"key": key, "result": "EQUAL", "target": "MOD", "mod_revision": str(revision)}
 
 
 def _is_absent(key: str) -> dict[str, Any]:

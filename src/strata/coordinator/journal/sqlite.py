@@ -22,7 +22,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,6 +30,7 @@ import msgspec
 
 import strata
 from strata.coordinator.journal import codec
+from strata.coordinator.journal.compaction import JournalSizes
 from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
@@ -65,15 +66,6 @@ SNAPSHOT_TABLES = ("snapshot", "snapshot_2")
 """By turns: one counts, and the next is written into the other."""
 CLEANED_AT_ONCE = 2_000
 """Rows. A piece of cleaning takes about as long as a commit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalSizes:
-    file_bytes: int
-    """Of the file, without SQLite's log. Freed pages are used again; the file does not shrink."""
-    story_bytes: int
-    """Events, those of the past among them that are only kept to be shown."""
-    snapshot_bytes: int
 
 
 class SqliteJournal:
@@ -165,12 +157,10 @@ class SqliteJournal:
         return SqliteSnapshot(self)
 
     def sizes(self) -> JournalSizes:
-        """For metrics. Counted as it is written, not looked up."""
-        pages, page_bytes = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
-        )
+        """Counted as it is written, not looked up."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return JournalSizes(
-            file_bytes=int(pages * page_bytes),
+            file_bytes=sum(file.stat().st_size for file in files if file.exists()),
             story_bytes=self._story_bytes,
             snapshot_bytes=self._snapshot_bytes,
         )

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from strata.coordinator.engine import Engine
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.watch import JobMetrics, Watch
+from strata.core import views
 from strata.core.fleet.checkpoints import Checkpoints
 from strata.core.telemetry.goodput import PARTS
 
@@ -55,6 +56,23 @@ class StorageCollector(Collector):
             "Commands refused for lack of disk space",
             value=self._engine.refused_full_total,
         )
+        sizes = self._engine.journal_sizes
+        if sizes is not None:
+            for name, about, size_bytes in (
+                ("strata_journal_bytes", "The journal's files", sizes.file_bytes),
+                ("strata_journal_events_bytes", "Events that the journal keeps", sizes.story_bytes),
+                ("strata_journal_snapshot_bytes", "The newest snapshot in the journal", sizes.snapshot_bytes),
+            ):
+                yield GaugeMetricFamily(name, about, value=size_bytes)
+        yield CounterMetricFamily(
+            "strata_journal_compactions",
+            "Compactions of the journal in the background",
+            value=self._engine.compactions_total,
+        )
+        objects = GaugeMetricFamily("strata_objects", "What the coordinator remembers", labels=["kind"])
+        for kind, count in views.objects(self._engine.cluster).items():
+            objects.add_metric([kind], count)
+        yield objects
 
 
 class JobCollector(Collector):

@@ -258,6 +258,11 @@ class Barriers:
         ):
             self._forget_oldest()
 
+    def forget(self, count: int) -> None:
+        """The oldest so many that have ended."""
+        for _ in range(min(count, len(self.ended))):
+            self._forget_oldest()
+
     def _forget_oldest(self) -> None:
         (key, _), oldest = self.ended.popitem(last=False)
         if self._last[key] is oldest:

@@ -10,7 +10,7 @@ Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from strata.core import checks
@@ -283,6 +283,11 @@ class Checkpoints:
         if oldest is not None:
             del self.records[oldest.checkpoint_id]
             self._timelines.get(oldest.job_id, {}).pop(oldest.checkpoint_id, None)
+
+    def forget(self, checkpoints: Iterable[CheckpointId]) -> None:
+        """Of what no recovery can use: nothing that exists has changed."""
+        for checkpoint_id in checkpoints:
+            self.records.pop(checkpoint_id, None)
 
     def compact(self) -> Iterator[Event]:
         """Every beginning in its order, then every end in its order. Jobs are in the order of their first, which may be

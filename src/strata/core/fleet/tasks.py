@@ -10,7 +10,7 @@ Pure. What a task runs, and where, is a launcher's business; this module only sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -283,6 +283,10 @@ class Tasks:
                     progressed_attempt=event.attempt,
                     progressed_at_s=event.at_s,
                 )
+
+    def forget(self, tasks: Iterable[TaskId]) -> None:
+        for task_id in tasks:
+            self.tasks.pop(task_id, None)
 
     def compact(self) -> Iterator[Event]:
         return _history(list(self.tasks.values()))

@@ -1,7 +1,7 @@
 """Named values that change only by compare-and-swap: what agents of a run use to find each other.
 
 A version number is given out once and never again, so a swap that expects an old value always fails. Values
-nobody has touched for a day are dropped, and one job keeps only so many, in number and in bytes; a restart gives each another day, since how long it took is unknown to
+nobody has touched for a day (`values_s` of the retention) are dropped, and one job keeps only so many, in number and in bytes; a restart gives each another day, since how long it took is unknown to
 the monotonic clock, and the other one may be set.
 
 A swap may be **soft**: it counts, fences and is read like any other, and is not journaled. A restart forgets it, and
@@ -61,7 +61,8 @@ ValueEvent = ValueSwapped | ValueRefreshed | VersionsReserved | ValueDropped
 
 
 class Values:
-    def __init__(self) -> None:
+    def __init__(self, *, drop_after_s: float = DROP_AFTER_S) -> None:
+        self.drop_after_s = drop_after_s
         self.durable: dict[str, Value] = {}
         self.soft: dict[str, Value] = {}
         """Newer than the durable ones of the same keys, or the only ones."""
@@ -109,9 +110,9 @@ class Values:
         return [VersionsReserved(last=last, reason="for soft values", at_s=now.wall_s), refreshed]
 
     def decide_tick(self, now: Instant) -> Iterator[ValueDropped]:
-        old = takewhile(lambda item: now.mono_s - item[1] > DROP_AFTER_S, self._touched_mono_s.items())
+        old = takewhile(lambda item: now.mono_s - item[1] > self.drop_after_s, self._touched_mono_s.items())
         for key, _ in list(old):
-            yield ValueDropped(key=key, reason="untouched for a day", at_s=now.wall_s)
+            yield ValueDropped(key=key, reason="untouched for too long", at_s=now.wall_s)
 
     def apply(self, event: ValueEvent, now: Instant) -> None:
         match event:

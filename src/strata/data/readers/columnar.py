@@ -93,7 +93,8 @@ def _parquet(source: Source) -> Pieces:
     arrow("Parquet files")
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(_file(source))
+    # Pages that were written with a checksum are compared with it when they are read.
+    file = parquet.ParquetFile(_file(source), page_checksum_verification=True)
     metadata = file.metadata
     sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 

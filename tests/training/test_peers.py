@@ -40,7 +40,7 @@ if pace() == 'hold':
     while pace() == 'hold': time.sleep(0.02)
 time.sleep(float(pace()))
 """
-STEP_S, SLOW_STEP_S = 0.03, 0.25
+STEP_S, SLOW_STEP_S = 0.1, 0.25
 
 
 class Fleet:

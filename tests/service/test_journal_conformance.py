@@ -186,7 +186,8 @@ def test_batches_and_snapshots_of_any_size_are_kept_whole(backend: Backend) -> N
 
 def test_snapshot_is_written_beside_appends_and_counts_when_it_is_complete(backend: Backend) -> None:
     with backend.opened() as journal:
-        assert isinstance(journal, CompactsInPieces)
+        whatever: object = journal
+        assert isinstance(whatever, CompactsInPieces)
         journal.append([event(1)])
         given_up = journal.begin_snapshot()
         given_up.add([event(50)])

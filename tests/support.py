@@ -57,10 +57,19 @@ class Coordinator:
         self._reader.start()
         assert served.wait(START_S), "the coordinator did not start:\n" + "".join(self.output)
         assert self.process.poll() is None, "the coordinator ended:\n" + "".join(self.output)
-        ports = json.loads((self.data_dir / "serving.json").read_text())
+        ports = json.loads(self._served_at())
         self.grpc_port, self.http_port = ports["grpc"], ports["http"]
         self._release_ports()
         return self
+
+    def _served_at(self) -> str:
+        """One of several that loses its lease on a busy machine starts again within its process, and is nowhere for a moment."""
+        deadline_s = time.monotonic() + START_S
+        while True:
+            with suppress(FileNotFoundError):
+                return (self.data_dir / "serving.json").read_text()
+            assert time.monotonic() < deadline_s, "it serves nowhere:\n" + "".join(self.output)
+            time.sleep(0.02)
 
     def _hold_ports(self) -> None:
         """While it is down nobody else may get its ports: they are taken, and nobody listens there. A listener that

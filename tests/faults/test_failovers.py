@@ -47,14 +47,14 @@ def asked_to_stop(leader: Coordinator) -> Callable[[], object]:
     return leader.start
 
 
-FAULTS = (killed, paused, asked_to_stop, paused)
+FAULTS = (killed, paused, asked_to_stop, paused, paused, paused)
 
 
 def fail_over(pair: Pair, count: int) -> list[float]:
     """How long clients waited for an answer, each time."""
     addresses = ",".join(each.address for each in pair.both)
     waited_s = []
-    with Clients(addresses, name="failovers", pause_s=0.005) as clients:
+    with Clients(addresses, name=f"failovers-{count}", pause_s=0.01) as clients:
         for number in range(count):
             leader = pair.leader()
             clients.wait_answered(CALM, within_s=2 * SLOW_MACHINE_S)

@@ -10,10 +10,9 @@ operations that leads to the same state twice. Keys are independent of each othe
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 UNKNOWN = "unknown"
@@ -50,6 +49,11 @@ class Model(Protocol):
         would change anything, and the state if it did."""
         ...
 
+    def written(self, action: tuple[Hashable, ...]) -> Hashable:
+        """What an action leaves behind if it takes effect, as answers would show it. One that was not answered and whose traces
+        no answer shows need not have happened: every later answer would show them, or none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Register:
@@ -68,6 +72,9 @@ class Register:
         is_possible = state == expected and result in (UNKNOWN, (True, new))
         return is_possible, new
 
+    def written(self, action: tuple[Hashable, ...]) -> Hashable:
+        return action[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Latest:
@@ -82,6 +89,9 @@ class Latest:
         assert isinstance(saved, int)
         after = saved if not isinstance(state, int) or saved > state else state
         return (after != state or result != UNKNOWN), after
+
+    def written(self, action: tuple[Hashable, ...]) -> Hashable:
+        return action[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +120,12 @@ def check(operations: Iterable[Operation], model: Model) -> list[Violation]:
 
 
 def check_key(key: str, operations: Sequence[Operation], model: Model) -> Violation | None:
-    history = _History(operations)
+    history = _History(_that_matter(operations, model))
     state = model.initial
-    order: list[tuple[_Entry, Hashable]] = []
-    """Operations in the order that is being tried, each with the state before it."""
-    done = 0
-    tried: set[tuple[int, Hashable]] = set()
+    done = _Done()
+    order: list[tuple[_Entry, Hashable, _Done, bool]] = []
+    """Operations in the order that is being tried, each with what there was before it, and whether another could come instead."""
+    tried: set[tuple[_Done, Hashable]] = set()
     best: list[Operation] = []
     stuck: list[Operation] = []
     entry = history.first
@@ -125,27 +135,56 @@ def check_key(key: str, operations: Sequence[Operation], model: Model) -> Violat
             operation = entry.operation
             result = operation.result if operation.answered_s is not None else UNKNOWN
             possible, after = model.step(state, operation.action, result)
-            if possible and (done | entry.bit, after) not in tried:
-                tried.add((done | entry.bit, after))
-                order.append((entry, state))
-                state = after
-                done |= entry.bit
+            following = done.with_one(entry) if possible else done
+            if possible and (following, after) not in tried:
+                tried.add((following, after))
+                # What changes nothing may as well come now: any order with it later is one with it here.
+                order.append((entry, state, done, after != state or operation.answered_s is None))
+                state, done = after, following
                 history.take_out(entry)
                 entry = history.first
                 continue
             entry = entry.following
             continue
         # An answer whose call is not in the order: none of the calls before it could come next.
-        if len(order) >= len(best):
-            best = [each.operation for each, _ in order]
+        if len(order) > len(best) or not stuck:
+            best = [each.operation for each, *_ in order]
             stuck = history.calls_before(entry)
-        if not order:
-            return Violation(key=key, explained=tuple(best), unexplained=tuple(stuck))
-        entry, state = order.pop()
-        done &= ~entry.bit
-        history.put_back(entry)
+        is_choice = False
+        while not is_choice:
+            if not order:
+                return Violation(key=key, explained=tuple(best), unexplained=tuple(stuck))
+            entry, state, done, is_choice = order.pop()
+            history.put_back(entry)
         entry = entry.following
     return None
+
+
+def _that_matter(operations: Sequence[Operation], model: Model) -> list[Operation]:
+    """Without those that were not answered and that nobody has seen anything of."""
+    seen: set[Hashable] = set()
+    for each in operations:
+        seen.update(each.action[2:])  # What it expected to be there.
+        if each.answered_s is not None:
+            seen.update(each.result if isinstance(each.result, tuple) else (each.result,))
+    return [each for each in operations if each.answered_s is not None or model.written(each.action) in seen]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A set of operations, small however long the history: of those with an answer, all before `first` and those in `window` after it."""
+
+    first: int = 0
+    window: int = 0
+    unanswered: int = 0
+
+    def with_one(self, entry: _Entry) -> _Done:
+        if entry.answer is None:
+            return replace(self, unanswered=self.unanswered | 1 << entry.number)
+        first, window = self.first, self.window | 1 << (entry.number - self.first)
+        while window & 1:
+            first, window = first + 1, window >> 1
+        return replace(self, first=first, window=window)
 
 
 @dataclass(slots=True)
@@ -154,7 +193,8 @@ class _Entry:
 
     operation: Operation
     is_call: bool
-    bit: int
+    number: int
+    """Among those with an answer, or those without, by the time of the call."""
     answer: _Entry | None = None
     before: _Entry | None = None
     following: _Entry | None = None
@@ -168,18 +208,21 @@ class _History:
 
     def __post_init__(self) -> None:
         timeline: list[tuple[float, int, int, _Entry]] = []
-        for number, operation in enumerate(self.operations):
-            call = _Entry(operation, True, 1 << number)
-            # Of two events at one moment the call comes first: that only makes more of them concurrent.
-            heapq.heappush(timeline, (operation.called_s, 0, number, call))
-            if operation.answered_s is not None:
-                call.answer = _Entry(operation, False, 1 << number)
-                heapq.heappush(timeline, (operation.answered_s, 1, number, call.answer))
+        unanswered = 0
+        for place, operation in enumerate(sorted(self.operations, key=lambda each: each.called_s)):
+            if operation.answered_s is None:
+                call = _Entry(operation, True, unanswered)
+                unanswered += 1
+            else:
+                call = _Entry(operation, True, self.answers_left)
+                call.answer = _Entry(operation, False, self.answers_left)
+                timeline.append((operation.answered_s, 1, place, call.answer))
                 self.answers_left += 1
+            # Of two events at one moment the call comes first: that only makes more of them concurrent.
+            timeline.append((operation.called_s, 0, place, call))
         placeholder = Operation(client="", key="", action=("",), result=None, called_s=0.0, answered_s=None)
         self._head = last = _Entry(placeholder, True, 0)
-        while timeline:
-            entry = heapq.heappop(timeline)[3]
+        for *_, entry in sorted(timeline, key=lambda each: each[:3]):
             last.following, entry.before = entry, last
             last = entry
 

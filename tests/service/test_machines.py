@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -175,6 +178,36 @@ def _is_stale(fleet: Fleet, rank: str) -> bool:
     except RemoteError as refusal:
         return refusal.kind == "StaleWorker"
     return False
+
+
+SCRIPT = """
+import os
+from strata import TrainingOrchestrator
+
+with TrainingOrchestrator() as link:
+    link.register_worker(f"rank-{os.environ['RANK']}")
+    result = link.barrier("b", 1, participants=2, timeout_s=60.0)
+    print("met", result.participants, flush=True)
+    link.deregister()
+"""
+
+
+def test_ranks_under_torchrun_ride_on_the_stream_of_their_agent(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "strata.launch.agent", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "COORDINATOR_ADDR": coordinator.address, "STRATA_MEMORY_ROOT": str(tmp_path)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout.count("met 2")) == (0, 2), done.stdout
+    assert (said(coordinator, "machine"), said(coordinator, "attach"), said(coordinator, "hello")) == (
+        1,
+        2,
+        0,
+    )
+    assert shown(coordinator) == {}, "both have said goodbye"
+    assert not list(tmp_path.rglob("sessions")), "the agent's socket is removed with it"
 
 
 # --- a worker acts as itself alone ----------------------------------------------------------------------------

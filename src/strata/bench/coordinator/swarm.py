@@ -9,6 +9,7 @@ an answer has failed, and why is for a real client to find out.
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ _END_STREAM, _ACK, _END_HEADERS = 0x1, 0x1, 0x4
 _INITIAL_WINDOW_SIZE = 4
 _LARGEST_WINDOW = 2**31 - 1
 _FRAME_LIMIT = 16_384
+_LEGIBLE = re.compile(rb"[ -~]{5,}")
 
 
 class CallFailed(Exception):
@@ -52,7 +54,17 @@ def _request_headers(path: str) -> bytes:
 class Stream:
     """One call. `on_message` hears every message, `on_end` that there will be no more."""
 
-    __slots__ = ("_connection", "_inbox", "_unsent", "ends", "id", "on_end", "on_message", "window_bytes")
+    __slots__ = (
+        "_connection",
+        "_inbox",
+        "_unsent",
+        "ended_with",
+        "ends",
+        "id",
+        "on_end",
+        "on_message",
+        "window_bytes",
+    )
 
     def __init__(self, connection: Connection, stream_id: int, window_bytes: int) -> None:
         self.id = stream_id
@@ -60,6 +72,8 @@ class Stream:
         self.on_message: Callable[[bytes], None] = lambda message: None
         self.on_end: Callable[[], None] = lambda: None
         self.ends = False
+        self.ended_with = ""
+        """What can be read of the other side's last words."""
         self._connection = connection
         self._inbox = b""
         self._unsent = b""
@@ -127,10 +141,13 @@ class Connection(asyncio.Protocol):
         messages: list[bytes] = []
 
         def end() -> None:
+            if answer.done():
+                return
             if messages:
                 answer.set_result(messages[0])
             else:
-                answer.set_exception(CallFailed(f"{method} was refused. {self.closed}"))
+                said = stream.ended_with or self.closed
+                answer.set_exception(CallFailed(f"{method} was refused: {said}"))
 
         stream.on_message, stream.on_end = messages.append, end
         stream.send(framed(request), end=True)
@@ -199,6 +216,10 @@ class Connection(asyncio.Protocol):
             self.closed = f"The server closed the connection: {payload[8:].decode(errors='replace')}."
         ended = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
         if ended and stream is not None:
+            if kind == _RST_STREAM:
+                stream.ended_with = f"reset with {int.from_bytes(payload, 'big')}"
+            elif kind == _HEADERS:  # Not decoded: names and short values are legible as they are.
+                stream.ended_with = " ".join(text.decode() for text in _LEGIBLE.findall(payload))
             self._end(stream)
 
     def _take_settings(self, payload: bytes) -> None:

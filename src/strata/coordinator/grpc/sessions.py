@@ -41,10 +41,10 @@ log = logging.getLogger("strata.coordinator.sessions")
 
 OUTBOX_LIMIT = 1_000
 GATHER_S = 0.05
-STREAM_NEWS_S = 1 / 20_000
+STREAM_NEWS_S = 1 / 2_500
 SESSION_NEWS_S = 1 / 50_000
-"""While many join or leave, the next news wait so long for each stream, and each session, that has been notified: the more there are,
-the rarer. One change after a quiet time waits for `GATHER_S` alone."""
+"""While many join or leave, the next news wait so long for each stream, and each session, that has been notified, several times of what
+that costs: joining is not to cost the square of how many join. One change after a quiet time waits for `GATHER_S` alone."""
 TOPOLOGY = "topology"
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from strata.backoff import Backoff
 from strata.bench.coordinator.serving import HOST, Served
 from strata.bench.coordinator.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
@@ -45,6 +46,21 @@ def heartbeat(step: int, *, worker: int = 0) -> pb.HeartbeatRequest:
             ],
         ),
     )
+
+
+async def _register(connection: Connection, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerResponse:
+    """As the worker library does: a call that has waited too long at a busy server is cancelled there, and made again."""
+    request.registration_id = request.worker_id.encode()
+    backoff = Backoff(first_s=0.05, longest_s=1.0, budget_s=ROUND_TIMEOUT_S)
+    while True:
+        try:
+            answer = await connection.unary("RegisterWorker", request.SerializeToString())
+            return pb.RegisterWorkerResponse.FromString(answer)
+        except CallFailed as failure:
+            pause_s = backoff.pause_s()
+            if "CANCELLED" not in str(failure) or pause_s is None:
+                raise
+        await asyncio.sleep(pause_s)
 
 
 class FleetWorker:
@@ -100,9 +116,7 @@ class Fleet:
         request = pb.RegisterWorkerRequest(
             worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
         )
-        answer = pb.RegisterWorkerResponse.FromString(
-            await connection.unary("RegisterWorker", request.SerializeToString())
-        )
+        answer = await _register(connection, request)
         worker = FleetWorker(worker_id, answer.incarnation, connection)
         welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -347,9 +361,7 @@ class MachineFleet:
             request = pb.RegisterWorkerRequest(
                 worker_id=worker_id, hostname=f"host-{machine}", port=29500, gpu_count=1, memory_bytes=1 << 36
             )
-            answer = pb.RegisterWorkerResponse.FromString(
-                await connection.unary("RegisterWorker", request.SerializeToString())
-            )
+            answer = await _register(connection, request)
             attach = pb.Attach(worker_id=worker_id, incarnation=answer.incarnation)
             stream.send(_message(member=rank + 1, attach=attach))
         await welcomed.after(lambda: None)

@@ -34,6 +34,7 @@ def test_a_short_soak_passes_and_writes_its_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_800)
 def test_a_soak_with_a_job_that_trains(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     ran = strata("soak", "--minutes", "2", "--folder", str(tmp_path), "-o", str(report))

@@ -93,6 +93,17 @@ def test_newest_snapshot_becomes_the_workers_own_checkpoint(tmp_path: Path, memo
     assert {o.result for o in finish().outcomes} == {"known"}
 
 
+def test_checkpoint_whose_payload_was_deleted_is_not_taken_for_saved(tmp_path: Path) -> None:
+    near, far = (open_store(tmp_path / name) for name in ("near", "far"))
+    die_after([near, far], durable=14)
+    (entry,) = Catalog(near).list().entries
+    near.delete(entry.manifest.parts[0].key)
+    finished = finish()
+    assert {o.destination: o.result for o in finished.outcomes} == {near.url: "saved", far.url: "known"}
+    manager = CheckpointManager(near, memory=Memory(job="another"))
+    assert manager.load()["step"] == small_state(14)["step"]
+
+
 def test_images_of_other_agents_and_without_a_record_are_left_alone(
     tmp_path: Path, memory_root: Path
 ) -> None:

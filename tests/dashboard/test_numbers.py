@@ -81,7 +81,8 @@ def test_a_worker_with_a_gpu_shows_what_it_used_over_time(watched: Coordinator, 
     )
     with stub(watched.address) as calls, channel(watched.address) as own:
         request = pb.RegisterWorkerRequest(worker_id="with-gpu-rank0", job_id="with-gpu", gpu_count=1)
-        session = RawSession(own).hello("with-gpu-rank0", calls.RegisterWorker(request).incarnation)
+        incarnation = calls.RegisterWorker(request).incarnation
+        session = RawSession(own).hello("with-gpu-rank0", incarnation)
         session.wait_for("welcome")
         session.send(heartbeat=beat)
 
@@ -96,4 +97,7 @@ def test_a_worker_with_a_gpu_shows_what_it_used_over_time(watched: Coordinator, 
         page.see("87 %", css="[role=dialog] *")
         page.see("30 GiB of 80 GiB", css="[role=dialog] span")
         page.leave()
+        calls.DeregisterWorker(
+            pb.DeregisterWorkerRequest(worker_id="with-gpu-rank0", incarnation=incarnation)
+        )
         session.close()

@@ -31,6 +31,7 @@ def test_an_attack_fails_nobody_and_heartbeats_go_through(tmp_path: Path, kind: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ten_thousand_connections(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 12_000:

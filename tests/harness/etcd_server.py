@@ -52,13 +52,15 @@ def port_of_nobody() -> Iterator[int]:
 class EtcdServer:
     """A member; alone, unless `EtcdCluster` says who else there is. `options`: further arguments."""
 
-    def __init__(self, folder: Path, *, name: str = "n0", options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, name: str = "n0", options: Sequence[str] = (), fsync: bool = False
+    ) -> None:
         self.folder = folder
         self.name = name
         self.port, self.peer_port = free_port(), free_port()
         self.scheme = "http"
         self.members = f"{name}=http://127.0.0.1:{self.peer_port}"
-        self.options = list(options)
+        self.options = [*([] if fsync else ["--unsafe-no-fsync"]), *options]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -82,7 +84,6 @@ class EtcdServer:
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={self.members}",
-                    "--unsafe-no-fsync",
                     *self.options,
                 ],
                 stdout=log,
@@ -120,11 +121,11 @@ class EtcdServer:
 class EtcdCluster:
     """Several members on this machine. Use as a context manager."""
 
-    def __init__(self, folder: Path, *, members: int = 3) -> None:
+    def __init__(self, folder: Path, *, members: int = 3, fsync: bool = False) -> None:
         self.members = []
         for number in range(members):
             (folder / f"n{number}").mkdir(parents=True)
-            self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}"))
+            self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}", fsync=fsync))
         everyone = ",".join(member.members for member in self.members)
         for member in self.members:
             member.members = everyone

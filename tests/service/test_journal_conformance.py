@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
+from strata.coordinator.journal.compaction import CompactsInPieces
 from strata.coordinator.journal.copying import copy_journal
 from strata.coordinator.journal.etcd import EtcdJournal, hold, parse_location
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError
@@ -183,6 +184,26 @@ def test_batches_and_snapshots_of_any_size_are_kept_whole(backend: Backend) -> N
     assert backend.loaded() == [*large, event(2)]
 
 
+def test_snapshot_is_written_beside_appends_and_counts_when_it_is_complete(backend: Backend) -> None:
+    with backend.opened() as journal:
+        assert isinstance(journal, CompactsInPieces)
+        journal.append([event(1)])
+        given_up = journal.begin_snapshot()
+        given_up.add([event(50)])
+        journal.append([event(2)])
+        snapshot = journal.begin_snapshot()
+        snapshot.add([event(100)])
+        journal.append([event(3)])
+        assert list(journal.load()) == [event(1), event(2), event(3)]
+        snapshot.add([value(number, 256 * 1024) for number in range(6)])
+        snapshot.commit()
+        journal.append([event(4)])
+        while snapshot.clean():
+            pass
+    large = [value(number, 256 * 1024) for number in range(6)]
+    assert backend.loaded() == [event(100), *large, event(3), event(4)]
+
+
 def test_empty_journal_is_an_empty_history_and_so_is_an_empty_snapshot(backend: Backend) -> None:
     assert backend.loaded() == []
     with backend.opened() as journal:
@@ -348,6 +369,20 @@ def test_addresses_have_several_hosts_a_prefix_and_usual_ports() -> None:
     assert found.address.endpoints == (("a", 1), ("b", 2379), ("::1", 3))
     assert found.prefix == "/here"
     assert parse_location("etcd://a").prefix == "/strata"
+
+
+def test_snapshot_that_is_not_completed_leaves_the_one_before_readable(etcd_backend: EtcdBackend) -> None:
+    with etcd_backend.opened() as journal:
+        journal.append([event(1)])
+        journal.snapshot([event(100)])
+        journal.begin_snapshot().add(
+            [value(number, 256 * 1024) for number in range(6)]
+        )  # And then it is killed.
+        assert list(journal.load()) == [event(100)]
+    with etcd_backend.opened() as journal:
+        assert list(journal.load()) == [event(100)]
+        journal.snapshot([event(101)])
+    assert etcd_backend.loaded() == [event(101)]
 
 
 # --- copying ------------------------------------------------------------------------------------------------

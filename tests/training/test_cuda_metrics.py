@@ -51,6 +51,8 @@ def keep_busy() -> None:
 def test_every_value_is_as_it_was_when_it_was_logged_and_nobody_waits() -> None:
     metric_log, sink = opened()
     total = torch.zeros((), device="cuda")
+    for change in (1, -1):
+        total += change  # Loading a kernel waits for the device.
     others = [torch.full((), float(n), device="cuda", requires_grad=True) for n in range(49)]
     names = [f"other-{n}" for n in range(49)]
     metric_log.log({"total": total, **dict(zip(names, others, strict=True))}, 0)

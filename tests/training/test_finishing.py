@@ -41,6 +41,8 @@ class Agent:
 
     def __init__(self, folder: Path, process: subprocess.Popen[str], memory: Path, workers: int) -> None:
         self.folder, self.process, self.memory, self.workers = folder, process, memory, workers
+        self.meeting = folder.parent
+        """Where ranks say that they stand still."""
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
@@ -51,7 +53,7 @@ class Agent:
 
     def await_standing(self, ranks: Sequence[int], *, images: int = 1) -> list[int]:
         """The processes of these ranks, which stand still and have their newest snapshot in memory."""
-        files = [self.folder.parent / f"standing-{rank}" for rank in ranks]
+        files = [self.meeting / f"standing-{rank}" for rank in ranks]
 
         def is_standing() -> bool:
             assert self.process.poll() is None, self.output()
@@ -136,6 +138,38 @@ def test_newest_snapshot_is_durable_after_all_workers_were_killed(tmp_path: Path
     store = open_store(far)
     assert all(verified.is_intact for verified in verify_store(store, Catalog(store).list().entries))
     assert_continues(tmp_path, kind, [near, far])
+
+
+@pytest.mark.timeout(600)
+def test_newest_snapshot_of_a_run_of_its_own_is_durable_after_its_worker_was_killed(tmp_path: Path) -> None:
+    """`strata run`: the agent is that of a task, and the coordinator ends with the run."""
+    far, memory = str(tmp_path / "far"), tmp_path / "own"
+    memory.mkdir()
+    script = ROOT / "tests" / "training" / "finish_script.py"
+    words = ["run", "--workers=1", "--max-retries=0", f"--data-dir={tmp_path / 'strata'}", str(script)]
+    command = [sys.executable, "-m", "strata.cli.main", *words, "ddp", str(tmp_path), str(STEPS)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            [*command, str(STANDS_AT), far],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "STRATA_MEMORY_ROOT": str(memory)},
+        )
+    running = Agent(tmp_path, process, memory, 1)
+    running.meeting = tmp_path
+    try:
+        kill(running.await_standing([0]))
+        assert running.wait() == 1, running.output()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    said = running.output()
+    assert steps_in(far) == [DURABLE, SNAPSHOT], said
+    assert f"uploaded step {SNAPSHOT} to " in said
+    assert "6 steps saved" in said
 
 
 @pytest.mark.slow

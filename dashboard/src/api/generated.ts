@@ -1209,6 +1209,7 @@ export interface StatusView {
   led_by: string;
   position: number;
   behind: number;
+  others: string[];
 }
 
 /** The disk of the coordinator's journal. */
@@ -1237,6 +1238,7 @@ export interface TaskChanged {
   failures: number;
   stopping: boolean;
   cause: ExitCause | null;
+  where: string;
   severity: "debug" | "info" | "success" | "warning" | "error";
   text: string;
 }

@@ -44,7 +44,7 @@ interface Props<T> {
 const CARD_PX = 120;
 
 /** Of a card nothing is cut off: its text has as many lines as it needs. */
-const CARD_CELL = "flex items-baseline gap-2 break-words [&_.truncate]:whitespace-normal [&>*:last-child]:min-w-0";
+const CARD_CELL = "flex items-baseline gap-2 break-words [&_.truncate]:whitespace-normal [&_time]:whitespace-normal [&>*:last-child]:min-w-0";
 
 const features = tableFeatures({ rowSortingFeature, sortedRowModel: createSortedRowModel() });
 

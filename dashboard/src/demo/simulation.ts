@@ -112,7 +112,7 @@ export class Simulation {
         address: "simulated",
         uptime: this.now - this.startedAt,
         version: "demo",
-        leader: true,
+        leader: true, role: "leader", led_by: "", position: 0, behind: 0,
         generation: this.numbers.generation,
         started_at: this.startedAt,
         server_time: this.now,

@@ -65,7 +65,7 @@ function Pick(props: { row: Row; picked: readonly string[]; onPick: (id: string)
 
 function RunName({ row }: { row: Row }) {
   return (
-    <span className="flex items-baseline gap-2">
+    <span className="flex items-baseline gap-x-2 max-sm:flex-wrap">
       <span className="min-w-0"><Name>{row.name}</Name></span>
       {row.name !== row.id && <span className="foreign min-w-16 shrink-100 truncate text-sm text-faint" title={row.id}>{row.id}</span>}
       {row.tags.slice(0, 3).map((tag) => <span key={tag} className="foreign max-w-28 shrink-0 truncate rounded-full border bg-raised px-1.5 text-xs text-muted" title={tag}>{tag}</span>)}

@@ -28,7 +28,7 @@ import psutil
 
 from strata import api
 from strata.chaos.clients import Clients
-from strata.chaos.leaks import Growth, Watch, judge, shown, size_bytes
+from strata.chaos.leaks import FEWEST, Growth, Watch, judge, shown, size_bytes
 from strata.chaos.report import Verdict
 from strata.chaos.run import ChaosError, ChaosRun, Fault
 from strata.errors import StrataError
@@ -176,6 +176,8 @@ class Soak:
     def run(self) -> SoakReport:
         self._chance = random.Random(self.seed)
         self._over = threading.Event()
+        self._is_serving = threading.Event()
+        """A coordinator that is starting is not measured."""
         started_at_s, self._began_s = time.time(), time.monotonic()
         self._until_s = self._began_s + self.minutes * 60
         before = _ours()
@@ -183,6 +185,7 @@ class Soak:
             memory = stack.enter_context(_memory_of_our_own(self.folder.name))
             self._coordinator = CoordinatorProcess(self.folder / "coordinator").start()
             stack.callback(self._coordinator.stop)
+            self._is_serving.set()
             self._job = self._start_job(stack) if self.training else None
             watch = Watch(
                 processes=self._processes,
@@ -199,7 +202,7 @@ class Soak:
                 thread.start()
                 stack.callback(thread.join, 60)
             stack.callback(self._over.set)
-            while time.monotonic() < self._until_s:
+            while not self._is_over(watch):
                 self._rounds.append(self._round(len(self._rounds)))
             steps = self._job.step if self._job is not None else 0
             self._over.set()
@@ -226,6 +229,12 @@ class Soak:
             verdicts=tuple(self._verdicts(growths, left, steps)),
         )
 
+    def _is_over(self, watch: Watch) -> bool:
+        """However short it is: two rounds, and a coordinator that was watched long enough to say something about it."""
+        pid = self._processes().get("coordinator", 0)
+        watched = sum(1 for each in watch.samples if (each.life, each.kind) == (pid, "memory"))
+        return time.monotonic() >= self._until_s and len(self._rounds) > 1 and watched >= FEWEST
+
     # --- rounds ---------------------------------------------------------------------------------------------
 
     def _round(self, number: int) -> Round:
@@ -239,8 +248,7 @@ class Soak:
                 clients.wait_answered(FEWEST_ANSWERS, within_s=RECOVERY_S)
                 at_s = time.monotonic()
                 recovery_s = self._inflict(fault, clients)
-            rest_s = min(self.round_s - (time.monotonic() - at_s), self._until_s - time.monotonic())
-            time.sleep(max(0.0, rest_s))
+            time.sleep(max(0.0, self.round_s - (time.monotonic() - at_s)))
         for each in clients.operations:
             if each.answered_s is not None:
                 name = {"read": "value read", "swap": "value swapped", "save": "checkpoint reported"}.get(
@@ -276,8 +284,10 @@ class Soak:
             case "none":
                 return 0.0
             case "coordinator killed":
+                self._is_serving.clear()
                 self._coordinator.kill()
                 self._coordinator.start()
+                self._is_serving.set()
             case "coordinator paused":
                 assert self._coordinator.process is not None
                 os.kill(self._coordinator.process.pid, signal.SIGSTOP)
@@ -323,7 +333,7 @@ class Soak:
     def _processes(self) -> dict[str, int]:
         found = {"this process (clients)": os.getpid()}
         coordinator = self._coordinator.process
-        if coordinator is not None and coordinator.poll() is None:
+        if self._is_serving.is_set() and coordinator is not None and coordinator.poll() is None:
             found["coordinator"] = coordinator.pid
         if self._job is not None:
             found |= {f"agent {n}": a.process.pid for n, a in enumerate(self._job.agents) if a.is_running}

@@ -148,6 +148,15 @@ def images_of(agent: str, *, root: Path | None = None) -> list[Image]:
     return sorted(found, key=lambda image: image.manifest.order, reverse=True)
 
 
+def _has_payload(store: Store, manifest: Manifest) -> bool:
+    """Somebody may have deleted it, or cut it short, and left the manifest: what is in memory is worth more than that."""
+    found = (store.stat(part.key) for part in manifest.parts)
+    return all(
+        blob is not None and blob.size_bytes == part.size_bytes
+        for blob, part in zip(found, manifest.parts, strict=True)
+    )
+
+
 class Finisher:
     """Finishes the work of one agent's workers, once. `run` may be given up from another thread."""
 
@@ -242,7 +251,8 @@ class _Run:
         store = self._store(url)
         record = read_record(store)
         own = [e.manifest for e in Catalog(store).list().entries if e.manifest.run == self._record.run]
-        newest = max(own, key=lambda manifest: manifest.order, default=None)
+        own.sort(key=lambda manifest: manifest.order, reverse=True)
+        newest = next((manifest for manifest in own if _has_payload(store, manifest)), None)
         self._machine.saw(
             url,
             Seen(
@@ -263,6 +273,7 @@ class _Run:
                 entry.key
                 for entry in Catalog(store).list().entries
                 if entry.manifest.checkpoint_id == snapshot.checkpoint_id
+                and _has_payload(store, entry.manifest)
             ]
             refusal = self._machine.admit(
                 snapshot, claimed=claimed, is_there=any(key != own_key for key in there)

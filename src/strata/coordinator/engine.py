@@ -71,10 +71,10 @@ BATCH_BYTES = 4 << 20
 LOOK_S = 1.0
 EPOCH = Instant(mono_s=0.0, wall_s=0.0)
 """When the past was, for the state: how long it took is unknown to the monotonic clock."""
-PIECE_S = 0.001
+PIECE_S = 0.0005
 """How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
-PIECE_EVENTS = 500
-PIECE_REST = 3.0
+PIECE_EVENTS = 100
+PIECE_REST = 9.0
 """Everything else has so many times as long before the next piece."""
 
 

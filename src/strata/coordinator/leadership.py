@@ -38,6 +38,7 @@ from strata.logs import OutageLog
 log = logging.getLogger("strata.coordinator.leadership")
 
 LOOK_S = 0.5
+ROLL_CALL_S = 1.0
 PERIODS_PER_LEASE = 8.0
 FOLLOW_AGAIN_S = 0.2
 CATCH_UP_S = 2.0
@@ -72,6 +73,11 @@ class Standing(Protocol):
         ...
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """Where workers reach the other coordinators."""
+        ...
+
+    @property
     def position(self) -> int:
         """How far the history goes that is applied here; 0 where nobody counts."""
         ...
@@ -99,6 +105,7 @@ class Alone:
 
     role: Literal["leader", "standby"] = "leader"
     leader: Leader | None = None
+    others: tuple[str, ...] = ()
     position = behind = 0
 
     def require(self) -> None:
@@ -134,6 +141,9 @@ class Election:
         self._stuck_at = -1
         self._applied = 0
         self._serves = False
+        self._is_registered = False
+        self._others: tuple[str, ...] = ()
+        self._next_roll_call_s = 0.0
         self._closing = threading.Event()
         self._poke = threading.Event()
         self._outage = OutageLog(log, over=f"etcd at {journal.location.address} answers again")
@@ -155,6 +165,11 @@ class Election:
     def leader(self) -> Leader | None:
         known = self._leadership.leader
         return known if known is not None and known.name != self._me.name else None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Where workers reach the other coordinators."""
+        return self._others
 
     @property
     def term(self) -> int:
@@ -231,11 +246,13 @@ class Election:
         for thread in (self._keeper, self._follower):
             if thread.ident is not None:
                 thread.join()
-        if self._lease:
-            try:
+        try:
+            if self._lease:
                 self._keeper_log.revoke(self._lease)
-            except FAILURES as error:
-                log.info("the lease could not be given back and runs out by itself: %s", error)
+            if self._is_registered:
+                self._keeper_log.forget(f"coordinators/{self._me.grpc}")
+        except FAILURES as error:
+            log.info("the lease could not be given back and runs out by itself: %s", error)
         self._keeper_log.close()
         if self._deposed is not None and self._deposed.done():
             self._deposed.exception()  # Somebody knows of it by now.
@@ -283,6 +300,9 @@ class Election:
             if self._leadership.role == "standby" and now_s >= next_look_s:
                 next_look_s = now_s + LOOK_S
                 self._look()
+            if now_s >= self._next_roll_call_s:
+                self._next_roll_call_s = now_s + ROLL_CALL_S
+                self._call_the_roll()
             self._poke.wait(self._lease_s / PERIODS_PER_LEASE)
             self._poke.clear()
 
@@ -350,6 +370,17 @@ class Election:
         if self._applied < seen.position and self._applied == self._stuck_at:
             self._watch_log.client.end_streams()
         self._stuck_at = self._applied
+
+    def _call_the_roll(self) -> None:
+        """Say where this coordinator is, and find out where the others are."""
+        try:
+            if not self._is_registered:
+                self._keeper_log.keep(f"coordinators/{self._me.grpc}", self._me.http.encode())
+                self._is_registered = True
+            found = self._keeper_log.under("coordinators")
+        except FAILURES:
+            return
+        self._others = tuple(address for address, _ in found if address != self._me.grpc)
 
     def _see(self, leader: Leader | None, revision: int) -> None:
         if leader is not None and leader.name == self._me.name:

@@ -1,4 +1,4 @@
-"""How much of the journal one client may write: bursts are fine, a flood is refused.
+"""How much of the journal one client may write, and how many calls a connection may make: bursts are fine, a flood is refused, or waits.
 
 A client has a budget of events and one of bytes, which fill up again at a steady rate. A command is looked at while
 both are above zero, and what it made durable is taken off afterwards: an idle client's next command is never too large, and
@@ -67,3 +67,24 @@ class Quotas:
             self._budgets[other].fill(now_s)
             if self._budgets[other].is_untouched or len(self._budgets) > CLIENTS_REMEMBERED:
                 del self._budgets[other]
+
+
+CALLS_PER_S, CALLS_AT_ONCE = 2_000.0, 1_000.0
+"""Of one connection: as many as a session may send messages, and more than anybody makes who waits for the answers."""
+
+
+class Pace:
+    """Unary calls of a connection beyond its share wait their turn: a client that floods is slowed down, and nobody else by it."""
+
+    def __init__(self) -> None:
+        self._next_s: dict[str, float] = {}
+        """By connection, in the order of their last calls: when its next call is due, if all came at the steady rate."""
+
+    def delay_s(self, connection: str, now_s: float) -> float:
+        """How long a call that came now has to wait; mostly not at all."""
+        due_s = max(self._next_s.pop(connection, now_s), now_s)
+        self._next_s[connection] = due_s + 1 / CALLS_PER_S
+        oldest = next(iter(self._next_s))
+        if self._next_s[oldest] < now_s or len(self._next_s) > CLIENTS_REMEMBERED:
+            del self._next_s[oldest]
+        return max(0.0, due_s - now_s - CALLS_AT_ONCE / CALLS_PER_S)

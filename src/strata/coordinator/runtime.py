@@ -238,6 +238,7 @@ class Runtime:
             led_by=self._led_by(),
             position=self.standing.position,
             behind=self.standing.behind,
+            others=list(self.standing.others),
             generation=cluster.membership.generation,
             started_at=self.started_at_s,
             server_time=now_s,

@@ -12,13 +12,14 @@ import signal
 import socket
 import sqlite3
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -27,12 +28,13 @@ from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gate
 from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.auth.peers import is_loopback
 from strata.coordinator.auth.tokens import TaskTokens, TokenStore
+from strata.coordinator.engine import Unavailable
 from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.http.app import create_app
 from strata.coordinator.http.connections import HttpConnection
 from strata.coordinator.http.middleware import MetricsOnly
-from strata.coordinator.journal.etcd import EtcdJournal
+from strata.coordinator.journal.etcd import EtcdJournal, EtcdLog
 from strata.coordinator.journal.protocol import Deposed, JournalError
 from strata.coordinator.journal.space import Space
 from strata.coordinator.journal.sqlite import SqliteJournal, lock_directory
@@ -44,10 +46,17 @@ from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.notify.settings import NotifySettings
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.settings import CoordinatorSettings
-from strata.coordinator.tasks.launchers import launcher_maker, tasks_dir_of, worker_address, worker_tls
+from strata.coordinator.tasks.launchers import (
+    launcher_maker,
+    launching_place,
+    tasks_dir_of,
+    worker_address,
+    worker_tls,
+)
 from strata.coordinator.tasks.plans import Planner
 from strata.coordinator.tasks.runner import TaskRunner
 from strata.coordinator.tasks.secrets import TaskSecrets
+from strata.core.messages import EndAttempt
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
 from strata.files import write_file
@@ -64,6 +73,7 @@ STREAMS_PER_CONNECTION = 2_000
 SHUTDOWN_S = 3.0
 AGAIN_S = 0.5
 """Between attempts of one that was deposed to start again."""
+COLLECT_S = 1.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
@@ -195,10 +205,17 @@ class Server:
             http=f"{scheme}://{host}:{self.http_port}",
             on_events=engine.follow,
         )
-        engine.follow(await election.elected())
+        attending = asyncio.create_task(self._attend_tasks(), name="attending")
+        try:
+            missed = await election.elected()
+        finally:
+            attending.cancel()
+            await asyncio.gather(attending, return_exceptions=True)
+        engine.follow(missed)
         engine.resume()
         election.serves()
         self._start_tasks()
+        self._tasks.append(asyncio.create_task(self._collect_ends(), name="ends"))
         await election.leading(asyncio.create_task(engine.run(), name="leading"))
 
     async def wait(self) -> None:
@@ -310,13 +327,69 @@ class Server:
         await server.start()
         return server
 
+    async def _attend_tasks(self) -> None:
+        """A standby looks after what it has started on this machine when it led, and reports the ends of it."""
+        journal = self._journal
+        if self._settings.launcher != "local" or not isinstance(journal, EtcdJournal):
+            return
+        while True:
+            try:  # One that is behind might take a run for one that nobody wants.
+                await self.runtime.standing.caught_up()
+                break
+            except Unavailable:
+                await asyncio.sleep(AGAIN_S)
+
+        async def report(end: EndAttempt) -> None:
+            body = msgspec.msgpack.encode(end)
+            while True:
+                try:
+                    await asyncio.to_thread(journal.log.keep, f"ends/{end.task_id}/{end.attempt}", body)
+                    return
+                except ConnectionError:
+                    await asyncio.sleep(AGAIN_S)
+
+        runner = self._task_runner(report_end=report)
+        if runner is not None:
+            await runner.run()
+
+    async def _collect_ends(self) -> None:
+        """What standbys report of runs on their machines."""
+        journal, runner = self._journal, self.runtime.tasks
+        if not isinstance(journal, EtcdJournal) or runner is None:
+            return
+        mailbox = EtcdLog(journal.location, timeout_s=2.0)
+        loop = asyncio.get_running_loop()
+
+        def taken(end: EndAttempt) -> None:
+            loop.run_in_executor(None, _forget_end, mailbox, end)
+
+        try:
+            while True:
+                with suppress(ConnectionError, Unavailable):
+                    found = await asyncio.to_thread(mailbox.under, "ends")
+                    ends = [msgspec.msgpack.decode(body, type=EndAttempt) for _, body in found]
+                    runner.take_ends(ends, taken)
+                await asyncio.sleep(COLLECT_S)
+        finally:
+            mailbox.close()
+
     def _start_tasks(self) -> None:
         """Take up what an earlier coordinator left running, and whatever waits."""
-        settings, runtime = self._settings, self.runtime
+        runner = self._task_runner()
+        if runner is not None:
+            self.runtime.tasks = runner
+            self._tasks.append(asyncio.create_task(runner.run(), name="tasks"))
+
+    def _task_runner(
+        self, *, report_end: Callable[[EndAttempt], Awaitable[None]] | None = None
+    ) -> TaskRunner | None:
+        settings, runtime, election = self._settings, self.runtime, self._election
         assert runtime.task_secrets is not None
         make_launcher = launcher_maker(settings)
         if make_launcher is None:
-            return
+            return None
+        here = launching_place(settings) if election is not None else ""
+        scheme = "https://" if settings.tls_cert is not None else ""
         planner = Planner(
             recipes=runtime.recipes,
             tasks_dir=tasks_dir_of(settings),
@@ -325,16 +398,20 @@ class Server:
             tls=worker_tls(settings),
             stop_timeout_s=settings.task_stop_timeout,
             secrets=runtime.task_secrets,
+            elsewhere=lambda: (
+                [f"{scheme}{other}" for other in election.others] if election is not None else []
+            ),
             inherited=settings.inherited_by_tasks,
         )
-        runtime.tasks = TaskRunner(
+        return TaskRunner(
             runtime.engine,
             runtime.logs,
             planner,
             make_launcher,
             stop_timeout_s=settings.task_stop_timeout,
+            here=here,
+            report_end=report_end,
         )
-        self._tasks.append(asyncio.create_task(runtime.tasks.run(), name="tasks"))
 
     async def _serve_http(self, listeners: list[socket.socket]) -> None:
         serving = [
@@ -500,6 +577,11 @@ def run(
         asyncio.run(serve(settings, notify=notify, private=private))
     else:
         uvloop.run(serve(settings, notify=notify, private=private))
+
+
+def _forget_end(mailbox: EtcdLog, end: EndAttempt) -> None:
+    with suppress(ConnectionError):  # It is found again, and counts once.
+        mailbox.forget(f"ends/{end.task_id}/{end.attempt}")
 
 
 def _open_logs(settings: CoordinatorSettings, notify: NotifySettings) -> LogStore:

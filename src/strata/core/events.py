@@ -223,6 +223,7 @@ class TaskChanged:
     failures: int = 0  # attempts that failed since somebody last asked for the task to run
     stopping: bool = False  # asked to stop; its processes are on their way out
     cause: ExitCause | None = None  # of the latest attempt that failed
+    where: str = ""  # the one coordinator whose launcher can see the latest attempt; empty: any can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

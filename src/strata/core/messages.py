@@ -330,6 +330,7 @@ class BeginAttempt:
 
     task_id: TaskId
     reason: str
+    where: str = ""  # the one coordinator whose launcher can see it; empty: any can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

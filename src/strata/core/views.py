@@ -249,6 +249,8 @@ class StatusView:
     """How far the shared journal is applied here, in records; 0 where a coordinator is alone."""
     behind: int = 0
     """How many records more a standby knows to exist."""
+    others: list[str] = field(default_factory=list)
+    """Where workers reach the other coordinators of the same journal: those that were not stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

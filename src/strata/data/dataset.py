@@ -14,10 +14,10 @@ from typing import Any, Unpack
 
 from strata.data.media import How, checked, with_media
 from strata.data.reader import DatasetFiles, DatasetReader, DiscoverOptions, PathOrPaths
-from strata.data.streaming.prefetch import Ahead
+from strata.data.streaming.prefetch import Ahead, FetchesAhead
 
 
-class ElasticDataset:
+class ElasticDataset(FetchesAhead):
     """Samples by number, each through `transform`."""
 
     def __init__(

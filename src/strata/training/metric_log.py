@@ -402,7 +402,11 @@ def _read(row: _Row) -> bool:
     """Put values that have arrived into their row; False where the device has failed."""
     try:
         for pending in row.pending or ():
-            for index, value in zip(pending.where, pending.read(), strict=True):
+            found = pending.read()
+            if len(found) == len(row.values):
+                row.values = array("d", found)
+                continue
+            for index, value in zip(pending.where, found, strict=True):
                 row.values[index] = value
     except (RuntimeError, TypeError):
         return False

@@ -3,6 +3,8 @@
 `core.leadership` says what is written and when; here it becomes requests. Below one prefix there are
 
     leader              who leads, on a lease; created once in each term
+    coordinators/NAME   where each coordinator is reached that has not been stopped
+    ends/TASK/ATTEMPT   an attempt that ended on a standby's machine, until the leader has recorded it
     log/POSITION        a record: a batch of events, or a part of one
     snapshot            which snapshot counts, and up to which position it goes
     snapshots/ID/N      its pieces
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -62,6 +65,8 @@ DEFAULT_PREFIX = "/strata"
 PART_BYTES = 1 << 20
 RECORDS_AT_ONCE = 64
 PIECES_AT_ONCE = 8
+SNAPSHOT_EVENTS = 5_000
+FRAME_BYTES = 4
 LOAD_ATTEMPTS = 20
 HELD_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
@@ -376,6 +381,19 @@ class EtcdLog:
             return value
         return decode(answer["responses"][0]["response_range"]["kvs"][0].get("value", ""))
 
+    def under(self, name: str) -> list[tuple[str, bytes]]:
+        """Everything that is kept below a name."""
+        body = {"key": self.key(f"{name}/"), "range_end": self.key(f"{name}0")}
+        start = len(f"{self.location.prefix}/{name}/")
+        found = self._range(body).get("kvs", ())
+        return [(decode(kv["key"]).decode()[start:], decode(kv.get("value", ""))) for kv in found]
+
+    def keep(self, name: str, value: bytes) -> None:
+        self.client.post("kv/put", {"key": self.key(name), "value": encode(value)})
+
+    def forget(self, name: str) -> None:
+        self.client.post("kv/deleterange", {"key": self.key(name)})
+
     def find(self, name: str, *, serializable: bool = False) -> bytes | None:
         answer = self._range({"key": self.key(name)}, serializable=serializable)
         return next((decode(kv.get("value", "")) for kv in answer.get("kvs", ())), None)
@@ -416,6 +434,9 @@ class EtcdJournal:
         self._appender: Appender | None = None
         self._snapshot_position = 0
         self._snapshot_revision = 0
+        self._before = (0, 0)
+        self._snapshots = 0
+        """Begun in this term."""
 
     def __str__(self) -> str:
         return str(self.location)
@@ -464,7 +485,8 @@ class EtcdJournal:
             body = self.log.pieces(pointer, revision=revision, serializable=serializable)
             if hashlib.sha256(body).hexdigest() != pointer.digest:
                 raise self._damaged(f"has a snapshot ({pointer.snapshot}) that is not what was written")
-            events += self._decode(body)
+            for batch in self._frames(body):
+                events += self._decode(batch)
             self._snapshot_position = pointer.position
         for record in self.log.records(self.tail.position, revision=revision, serializable=serializable):
             events += self.take(record)
@@ -480,6 +502,15 @@ class EtcdJournal:
         except ValueError as error:
             raise self._damaged(f"cannot be right: {error}") from error
         return self._decode(body) if body is not None else []
+
+    def _frames(self, body: bytes) -> Iterator[bytes]:
+        start = 0
+        while start < len(body):
+            end = start + FRAME_BYTES + int.from_bytes(body[start : start + FRAME_BYTES], "big")
+            if end > len(body):
+                raise self._damaged("has a snapshot that ends in the middle")
+            yield body[start + FRAME_BYTES : end]
+            start = end
 
     def _decode(self, body: bytes) -> list[Event]:
         try:
@@ -512,32 +543,46 @@ class EtcdJournal:
                 )
 
     def snapshot(self, events: Iterable[Event]) -> None:
-        appender = self._leading()
-        position, body = appender.position, _encode_events(events)
-        name = f"{appender.term:016x}-{position:016x}"
-        pieces = [body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES)]
-        for number, piece in enumerate(pieces):
-            self._change([self.log.put(_piece_name(name, number), piece)])
-        pointer = Pointer(
-            snapshot=name, position=position, pieces=len(pieces), digest=hashlib.sha256(body).hexdigest()
-        )
+        snapshot = self.begin_snapshot()
+        every = iter(events)
+        while piece := list(islice(every, SNAPSHOT_EVENTS)):
+            snapshot.add(piece)
+        snapshot.commit()
+        while snapshot.clean():
+            pass
+
+    def begin_snapshot(self) -> EtcdSnapshot:
+        """One that is written beside appends: the history that it is given leads to the state of now."""
+        self._snapshots += 1
+        return EtcdSnapshot(self, self._leading(), self._snapshots)
+
+    def put_piece(self, name: str, body: bytes) -> None:
+        self._change([self.log.put(name, body)])
+
+    def count_snapshot(self, pointer: Pointer) -> None:
+        """From now on this one counts."""
         revision = self._until_known(
-            partial(self.log.point, appender.term, pointer, after=self._snapshot_revision)
+            partial(self.log.point, self._leading().term, pointer, after=self._snapshot_revision)
         )
         if revision is None:
             raise self._deposed("another coordinator leads")
+        self._before = (self._snapshot_position, self._snapshot_revision)
+        self._snapshot_position, self._snapshot_revision = pointer.position, revision
+
+    def clear_before(self, name: str) -> None:
+        """What the snapshot that counts has made superfluous."""
+        position, revision = self._before
         # Earlier ones alone, so that a request that arrives late takes nothing of a later one. Whoever reads the one before reads it as
         # of its revision, and a standby that is a little behind finds its records.
         self._change(
             [
                 self.log.delete("snapshots/", f"snapshots/{name}/"),
-                self.log.delete("log/", _log_name(self._snapshot_position + 1)),
+                self.log.delete("log/", _log_name(position + 1)),
             ]
         )
-        if self._snapshot_revision:  # What was before the one before.
+        if revision:  # What was before the one before.
             with suppress(ConnectionError):  # The next one does.
-                self.log.compact(self._snapshot_revision)
-        self._snapshot_position, self._snapshot_revision = position, revision
+                self.log.compact(revision)
 
     def _change(self, operations: list[dict[str, Any]]) -> None:
         term = self._leading().term
@@ -607,6 +652,52 @@ class EtcdJournal:
             hint="Is etcd running, and are these its client addresses? Ask it: etcdctl --endpoints "
             f"{self.location.address} endpoint health",
         )
+
+
+class EtcdSnapshot:
+    """See `SnapshotInPieces`. Each `add` is a frame; frames are cut into pieces that etcd takes."""
+
+    def __init__(self, journal: EtcdJournal, appender: Appender, number: int) -> None:
+        self._journal = journal
+        self._position = appender.position
+        # Of its own, and after all earlier ones: no piece of one that counts is ever written over.
+        self._name = f"{appender.term:016x}-{number:08x}"
+        self._rest = b""
+        self._pieces = 0
+        self._digest = hashlib.sha256()
+        self._counts = False
+
+    def add(self, events: Sequence[Event]) -> int:
+        batch = _encode_events(events)
+        self._rest += len(batch).to_bytes(FRAME_BYTES, "big") + batch
+        while len(self._rest) >= PART_BYTES:
+            self._put(self._rest[:PART_BYTES])
+            self._rest = self._rest[PART_BYTES:]
+        return len(batch)
+
+    def commit(self) -> None:
+        if self._rest:
+            self._put(self._rest)
+        self._journal.count_snapshot(
+            Pointer(
+                snapshot=self._name,
+                position=self._position,
+                pieces=self._pieces,
+                digest=self._digest.hexdigest(),
+            )
+        )
+        self._counts = True
+
+    def clean(self) -> bool:
+        """In one go: etcd deletes ranges. What is left of one that was given up goes with the next."""
+        if self._counts:
+            self._journal.clear_before(self._name)
+        return False
+
+    def _put(self, piece: bytes) -> None:
+        self._journal.put_piece(_piece_name(self._name, self._pieces), piece)
+        self._digest.update(piece)
+        self._pieces += 1
 
 
 @contextmanager

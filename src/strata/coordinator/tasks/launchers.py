@@ -28,12 +28,19 @@ def launcher_maker(settings: CoordinatorSettings) -> Callable[[Listener], Launch
 
         options = RayOptions(
             address=settings.ray_address,
-            namespace=namespace(settings.data_dir),
+            namespace=namespace(settings.data_dir, shared=settings.journal),
             cpus_per_worker=settings.ray_cpus_per_worker,
         )
         return RayLauncher(listener, tasks_dir=tasks_dir, options=options)
 
     return {"local": local, "ray": ray}.get(settings.launcher)
+
+
+def launching_place(settings: CoordinatorSettings) -> str:
+    """Which of several coordinators can see what this one launches: itself alone on its machine, any of them over Ray."""
+    return (
+        f"{socket.gethostname()}:{settings.data_dir.resolve()}"[-256:] if settings.launcher == "local" else ""
+    )
 
 
 def tasks_dir_of(settings: CoordinatorSettings) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class Planner:
     secrets: TaskSecrets
     tls: Mapping[str, str] = field(default_factory=dict)
     """Environment variables with which workers speak TLS."""
+    elsewhere: Callable[[], Sequence[str]] = tuple
+    """Other coordinators, as workers reach them: one of them may lead before the task has ended."""
     inherited: tuple[str, ...] = ()
     """Environment variables of the coordinator that tasks get beside the usual."""
 
@@ -56,6 +58,7 @@ class Planner:
                 f"The secrets {', '.join(missing)} of task '{spec.task_id}' are no longer there.",
                 hint="Submit the task again.",
             )
+        coordinators = ",".join([self.coordinator, *self.elsewhere()])
         return LaunchPlan(
             task_id=spec.task_id,
             attempt=task.attempt,
@@ -65,7 +68,7 @@ class Planner:
             environment={
                 **recipe.environment,
                 **{recipe.secrets[key]: value for key, value in kept.items() if key in recipe.secrets},
-                "COORDINATOR_ADDR": self.coordinator,
+                "COORDINATOR_ADDR": coordinators,
                 "COORDINATOR_URL": "",
                 "STRATA_TOKEN": self.token(spec.task_id),
                 **self.tls,
@@ -79,7 +82,7 @@ class Planner:
             secrets=tuple(kept.values()),
             task_dir=task_dir,
             working_dir=recipe.working_dir,
-            coordinator=self.coordinator,
+            coordinator=coordinators,
             warm=recipe.warm,
             spares=recipe.spares,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from strata.coordinator.engine import Engine, StorageFull, Unavailable
@@ -60,6 +60,8 @@ RETRY_MOST_S = 60.0
 CAUSE_CHARACTERS = 1_000
 KNOWN_ENTRIES = 5_000
 FORGET_AGAIN = 20
+ELSEWHERE_S = 30.0
+"""How long a stop waits for the machine of another coordinator, beyond what a task has to stop."""
 TOTAL_STEPS = "total_steps"
 """The metric by which workers say how many steps there will be."""
 
@@ -73,7 +75,13 @@ class TaskRunner:
         make_launcher: Callable[[Listener], Launcher],
         *,
         stop_timeout_s: float,
+        here: str = "",
+        report_end: Callable[[EndAttempt], Awaitable[None]] | None = None,
     ) -> None:
+        """`here`: the name of this coordinator among several, where a launcher sees this machine alone; attempts of others are left to
+        them. `report_end`: for a standby, which starts nothing: how the leader is notified of an end."""
+        self._here = here
+        self._report_end = report_end
         self._engine = engine
         self._logs = logs
         self._planner = planner
@@ -93,6 +101,8 @@ class TaskRunner:
         """By run: what hides its secrets."""
         self._endings: set[asyncio.Task[None]] = set()
         self._progress_mono_s = 0.0
+        self._stop_seen_mono_s: dict[str, float] = {}
+        """By attempt of another coordinator: when it was first seen that it is to stop."""
         engine.listeners.append(self._committed)
 
     async def run(self) -> None:
@@ -128,6 +138,16 @@ class TaskRunner:
             for run_id in list(self._assemblers):
                 self._close_output(run_id)
 
+    def take_ends(self, ends: Sequence[EndAttempt], taken: Callable[[EndAttempt], None]) -> None:
+        """What standbys have seen end on their machines; `taken` is called for each when that is durable."""
+        for end in ends:
+
+            def answered(answer: Reply | StrataError, end: EndAttempt = end) -> None:
+                if not isinstance(answer, Unavailable):
+                    taken(end)
+
+            self._engine.post(end, answered)
+
     def capacity(self) -> Capacity:
         return self._launcher.capacity()
 
@@ -155,7 +175,9 @@ class TaskRunner:
 
     async def _adopt(self) -> None:
         cluster = await self._engine.settled()
-        running = [task for task in cluster.tasks.tasks.values() if task.status == "running"]
+        running = [
+            task for task in cluster.tasks.tasks.values() if task.status == "running" and self._is_here(task)
+        ]
         # Those that ended last as well: a coordinator that was killed may not have come to forget them.
         self._unended.update(list(cluster.tasks.tasks)[-FORGET_AGAIN:])
         self._unended.update(t.spec.task_id for t in cluster.tasks.tasks.values() if t.status not in ENDED)
@@ -182,14 +204,40 @@ class TaskRunner:
         tasks = list(cluster.tasks.tasks.values())
         running = [task for task in tasks if task.status == "running"]
         for task in running:
+            if not self._is_here(task):
+                self._give_up_if_silent(cluster, task)
+                continue
             run_id = self._planner.run_id(task)
             if task.stopping and run_id not in self._stopping:
                 self._stopping.add(run_id)
                 await self._launcher.stop(run_id, patience_s=self._stop_timeout_s)
         await self._forget_ended(cluster)
-        self._note_progress(cluster, running)
         self._release_idle_output()
-        await self._start_what_fits([task for task in tasks if task.status == "pending"], running)
+        if self._report_end is not None:
+            return
+        self._note_progress(cluster, running)
+        here = [task for task in running if self._is_here(task)]
+        await self._start_what_fits([task for task in tasks if task.status == "pending"], here)
+
+    def _is_here(self, task: Task) -> bool:
+        return task.where in ("", self._here)
+
+    def _give_up_if_silent(self, cluster: Cluster, task: Task) -> None:
+        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing of it is heard, and nobody
+        ends it, its machine is lost; should it come back, what is left of the attempt is ended there."""
+        if not task.stopping or self._report_end is not None:
+            return
+        members, job = cluster.membership, JobId(task.spec.task_id)
+        pulses = (members.pulses.get(worker) for worker in members.roster(job))
+        first_s = self._stop_seen_mono_s.setdefault(self._planner.run_id(task), time.monotonic())
+        if time.monotonic() - first_s < self._stop_timeout_s + ELSEWHERE_S or any(
+            p and p.connected for p in pulses
+        ):
+            return
+        cause = ExitCause(
+            kind="lost", message=f"lost: nothing was heard of it, nor of {task.where}", may_retry=False
+        )
+        self._post(EndAttempt(task_id=task.spec.task_id, attempt=task.attempt, cause=cause))
 
     async def _forget_ended(self, cluster: Cluster) -> None:
         alive = {task_id for task_id, task in cluster.tasks.tasks.items() if task.status not in ENDED}
@@ -238,7 +286,9 @@ class TaskRunner:
         try:
             await self._engine.submit(
                 BeginAttempt(
-                    task_id=task_id, reason=f"attempt {task.attempt + 1} on '{self._launcher.name}', {begins}"
+                    task_id=task_id,
+                    reason=f"attempt {task.attempt + 1} on '{self._launcher.name}', {begins}",
+                    where=self._here,
                 )
             )
         except (Refused, StorageFull):
@@ -285,7 +335,11 @@ class TaskRunner:
     async def _end_when_logged(self, task_id: TaskId, attempt: int, cause: ExitCause | None) -> None:
         """Nobody reads the output of an attempt that is over: what it said must not be lost with this process."""
         await self._logs.flush()
-        self._post(EndAttempt(task_id=task_id, attempt=attempt, cause=cause))
+        end = EndAttempt(task_id=task_id, attempt=attempt, cause=cause)
+        if self._report_end is not None:
+            await self._report_end(end)
+        else:
+            self._post(end)
 
     def _note_progress(self, cluster: Cluster, running: list[Task]) -> None:
         now_s = time.monotonic()

@@ -71,6 +71,8 @@ class Task:
     steps_per_s: float = 0.0
     progressed_attempt: int = 0
     progressed_at_s: float | None = None
+    where: str = ""
+    """The one coordinator whose launcher can see the latest attempt; empty: any can."""
 
     @property
     def progress_percent(self) -> float:
@@ -156,12 +158,14 @@ class Tasks:
                 if task.status != "pending":
                     raise _cannot(task, "begin another attempt")
                 checks.text("reason", command.reason)
+                checks.text("where", command.where, limit=256)
                 return _changed(
                     task,
                     now.wall_s,
                     status="running",
                     attempt=task.attempt + 1,
                     reason=command.reason or f"attempt {task.attempt + 1}",
+                    where=command.where,
                 )
             case EndAttempt():
                 return self._decide_end(task, command, now)
@@ -272,6 +276,7 @@ class Tasks:
                     failures=event.failures,
                     stopping=event.stopping,
                     cause=event.cause,
+                    where=event.where,
                 )
             case TaskProgressed():
                 self.tasks[event.task_id] = replace(
@@ -322,6 +327,7 @@ def _changed(task: Task, at_s: float, **changes: Any) -> TaskChanged:
         "failures": task.failures,
         "stopping": task.stopping,
         "cause": task.cause,
+        "where": task.where,
     }
     return TaskChanged(task_id=task.spec.task_id, at_s=at_s, **(facts | changes))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from strata.data.errors import DataError
 from strata.data.loading.steps import SizedDataset
-from strata.data.streaming.prefetch import Ahead, ahead_of
+from strata.data.streaming.prefetch import Ahead, FetchesAhead, ahead_of
 
 LOOKED_AT = 1_000
 
@@ -24,7 +24,7 @@ class Several(tuple[Any, ...]):
     """What came of one sample: none, one or several. Any dataset may hand it out in place of a sample."""
 
 
-class MappedDataset:
+class MappedDataset(FetchesAhead):
     """The samples of another dataset through a function that gives none, one or several for each."""
 
     def __init__(self, dataset: SizedDataset, function: Callable[[Any], Iterable[Any]]) -> None:

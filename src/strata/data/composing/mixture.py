@@ -34,7 +34,7 @@ from strata.data.composing.packing import Documents, PackedDocuments, pack
 from strata.data.dataset import ElasticDataset
 from strata.data.errors import StateMismatch
 from strata.data.loading.steps import MapDataset, SizedDataset
-from strata.data.streaming.prefetch import Ahead, ahead_of
+from strata.data.streaming.prefetch import Ahead, FetchesAhead, ahead_of
 
 Schedule = Sequence[tuple[int, Mapping[str, float]]]
 Begin = Callable[[int], None]
@@ -56,7 +56,7 @@ class Measured(Protocol):
         ...
 
 
-class Mixture:
+class Mixture(FetchesAhead):
     """A dataset made of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
 
     def __init__(

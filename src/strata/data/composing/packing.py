@@ -23,7 +23,7 @@ from strata.core.data.packing import Numbers, Packing, pack_lengths
 from strata.data.composing.mapping import MappedDataset, Several
 from strata.data.errors import DataError
 from strata.data.loading.steps import SizedDataset
-from strata.data.streaming.prefetch import Ahead, ahead_of
+from strata.data.streaming.prefetch import Ahead, FetchesAhead, ahead_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def pieces_of(packing: Packing, sequence: int) -> list[tuple[int, int, int]]:
     return found
 
 
-class PackedDocuments:
+class PackedDocuments(FetchesAhead):
     """Sequences of packed documents, by number."""
 
     def __init__(self, documents: Documents, packing: Packing) -> None:

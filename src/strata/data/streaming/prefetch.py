@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from strata.data.errors import DataError
 from strata.data.streaming.sources import BLOCK_BYTES, FETCH_THREADS
+from strata.errors import StrataError
 
 BATCHES_AHEAD = 8
 """At least, beyond those that loader processes have been given."""
@@ -40,10 +40,17 @@ class Ahead(Protocol):
     def close(self) -> None: ...
 
 
-def ahead_of(dataset: Any) -> Ahead | None:
+class FetchesAhead:
+    """A dataset that knows what of its samples is remote, and how to fetch it."""
+
+    def ahead(self) -> Ahead | None:
+        """None where nothing is remote."""
+        return None
+
+
+def ahead_of(dataset: object) -> Ahead | None:
     """How to fetch ahead from any dataset; None where that is not known, or nothing of it is remote."""
-    make: Callable[[], Ahead | None] | None = getattr(dataset, "ahead", None)
-    return make() if make is not None else None
+    return dataset.ahead() if isinstance(dataset, FetchesAhead) else None
 
 
 class RangesAhead:
@@ -97,7 +104,7 @@ class Prefetcher:
     def _run(self) -> None:
         try:
             while (samples := self._wanted.get()) is not None and not self._is_closed:
-                with suppress(DataError):  # Whoever reads it says what is wrong.
+                with suppress(StrataError):  # Whoever reads it says what is wrong.
                     self._ahead.fetch(samples, in_memory=self._in_memory)
         finally:
             self._ahead.close()

@@ -171,7 +171,7 @@ class StoredSource:
                 self._fetch_ahead(last)
         elif self._is_set_larger and length <= BLOCK_BYTES // 8:
             return self._piece(offset, length, first, last)
-        if first == last:
+        if first == last and self._cache.limit_bytes:
             start = offset - first * BLOCK_BYTES
             return self._block(first, start, start + length)
         return self._joined(offset, length, first, last)

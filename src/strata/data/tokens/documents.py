@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.data.streaming.prefetch import Ahead, RangesAhead
+from strata.data.streaming.prefetch import Ahead, FetchesAhead, RangesAhead
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import SequenceReader
 
 Numbers = NDArray[np.int64]
 
 
-class TokenDocuments:
+class TokenDocuments(FetchesAhead):
     """Documents by number, each with its `input_ids`."""
 
     def __init__(self, index: TokenIndex) -> None:
@@ -98,7 +98,7 @@ class _DocumentsAhead:
         pass
 
 
-class TokenSequences:
+class TokenSequences(FetchesAhead):
     """Sequences by number: `input_ids` and `labels`. Every token of the index but the first is a label exactly once."""
 
     def __init__(self, index: TokenIndex, sequence_length: int) -> None:

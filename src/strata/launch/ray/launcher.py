@@ -244,7 +244,8 @@ class _Driver:
             loop.call_soon_threadsafe(launcher._driver_lost, self)
 
 
-def namespace(data_dir: Path) -> str:
-    """A name for everything one coordinator has in a cluster, the same after a restart on the same data."""
-    place = f"{socket.gethostname()}:{data_dir.resolve()}"
+def namespace(data_dir: Path, *, shared: str = "") -> str:
+    """A name for everything one coordinator has in a cluster, the same after a restart on the same data; where several share a journal, the
+    same for all of them."""
+    place = shared or f"{socket.gethostname()}:{data_dir.resolve()}"
     return f"strata-{hashlib.sha256(place.encode()).hexdigest()[:12]}"

@@ -117,19 +117,33 @@ class Fleet:
             worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
         )
         answer = await _register(connection, request)
-        worker = FleetWorker(worker_id, answer.incarnation, connection)
+        while True:
+            worker = FleetWorker(worker_id, answer.incarnation, connection)
+            try:
+                await self._welcomed(worker)
+                return worker
+            except CallFailed as failure:
+                if "CANCELLED" not in str(failure):
+                    raise  # Else it has waited too long at a busy server, as a registration may.
+
+    @staticmethod
+    async def _welcomed(worker: FleetWorker) -> None:
         welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def hear(data: bytes) -> None:
-            if pb.CoordinatorMessage.FromString(data).HasField("welcome"):
+            if pb.CoordinatorMessage.FromString(data).HasField("welcome") and not welcomed.done():
                 welcomed.set_result(None)
 
-        worker.session.on_message = hear
-        worker.say(pb.WorkerMessage(hello=pb.Hello(worker_id=worker_id, incarnation=answer.incarnation)))
+        def fail() -> None:
+            if not welcomed.done():
+                welcomed.set_exception(CallFailed(f"The session ended: {worker.session.ended_with}"))
+
+        worker.session.on_message, worker.session.on_end = hear, fail
+        hello = pb.Hello(worker_id=worker.worker_id, incarnation=worker.incarnation)
+        worker.say(pb.WorkerMessage(hello=hello))
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             await welcomed
-        worker.session.on_message = _ignore
-        return worker
+        worker.session.on_message, worker.session.on_end = _ignore, lambda: None
 
     async def barrier(self, name: str, step: int, *, beats_before: int = 0, timeout_ms: int = 0) -> float:
         """Seconds from the first arrival, or the first heartbeat before it, to the last release.

@@ -112,7 +112,7 @@ export class Simulation {
         address: "simulated",
         uptime: this.now - this.startedAt,
         version: "demo",
-        leader: true, role: "leader", led_by: "", position: 0, behind: 0,
+        leader: true, role: "leader", led_by: "", position: 0, behind: 0, others: [],
         generation: this.numbers.generation,
         started_at: this.startedAt,
         server_time: this.now,
@@ -144,7 +144,7 @@ export class Simulation {
     if (!task) return undefined;
     Object.assign(task, change);
     const { status, worker_ids, reason, stopping, attempts: attempt, exit_cause: cause } = task;
-    this.publish("task_changed", { task_id: id, status, worker_ids, reason, stopping, attempt, cause, failures: 0, at_s: this.now, severity: "info", text: `task ${id} ${status}: ${reason}` });
+    this.publish("task_changed", { task_id: id, status, worker_ids, reason, stopping, attempt, cause, failures: 0, where: "", at_s: this.now, severity: "info", text: `task ${id} ${status}: ${reason}` });
     return task;
   }
 

@@ -58,7 +58,7 @@ export const metrics: Metrics = { checkpoint_throughput: null, coordinator_rps: 
 
 export function snapshot(change: Partial<Snapshot> = {}): Snapshot {
   return {
-    coordinator: { connected: true, address: "127.0.0.1:50051", uptime: 1, version: "0", leader: true, role: "leader", led_by: "", position: 0, behind: 0, generation: 1, started_at: NOW - 700, server_time: NOW, jobs: { job: 1 }, storage: null },
+    coordinator: { connected: true, address: "127.0.0.1:50051", uptime: 1, version: "0", leader: true, role: "leader", led_by: "", position: 0, behind: 0, others: [], generation: 1, started_at: NOW - 700, server_time: NOW, jobs: { job: 1 }, storage: null },
     workers: [worker()], datasets: [], checkpoints: [], barriers: [], metrics, tasks: [], logs: [], jobs: [], ...change,
   };
 }

@@ -305,12 +305,7 @@ class PeerMemory:
     ) -> None:
         part = manifest.parts[0]
         digest, size_bytes = part.digest, part.size_bytes
-        try:
-            target = self._mapped(place, size_bytes)
-        except OSError as error:
-            self._clear(place)
-            raise PeerError(f"There is no space for it: {error.strerror}.", is_lost=False) from error
-        with memoryview(target) as view:
+        with memoryview(self._mapped(place, size_bytes)) as view:
             need = self._copy_unchanged(copy, manifest, view)
             wire.send(connection, {"ok": True, "need": need})
             for number in need:
@@ -320,6 +315,11 @@ class PeerMemory:
                     wire.receive_into(connection, chunk, hasher.update)
                 if hasher.hexdigest() != digest.chunks[number]:
                     raise PeerError(f"Chunk {number} is not what its digest says.")
+        self._complete(copy, raw, place)
+        wire.send(connection, {"ok": True, "received": len(need)})
+
+    def _complete(self, copy: Copy, raw: bytes, place: Path) -> None:
+        """All of it was verified: from now on it counts."""
         with self._lock:
             refused = self._copy_table.finish(copy)
             if refused is not None:
@@ -332,7 +332,6 @@ class PeerMemory:
                 raise PeerError(
                     f"There is no space for its mark: {error.strerror}.", is_lost=False
                 ) from error
-        wire.send(connection, {"ok": True, "received": len(need)})
 
     def _copy_unchanged(self, copy: Copy, manifest: Manifest, view: memoryview) -> list[int]:
         """Take over what is as in the newest copy of the slot; the numbers of the other chunks."""
@@ -367,12 +366,16 @@ class PeerMemory:
     # --- copies that are there --------------------------------------------------------------------------------
 
     def _mapped(self, place: Path, size_bytes: int) -> mmap.mmap:
-        """The bytes of a place, with space for so many, and no mark. Raises `OSError`."""
+        """The bytes of a place, with space for so many, and no mark."""
         with self._lock:
             known = self._maps.pop(place, None)
-        (place / MARK_NAME).unlink(missing_ok=True)
-        if known is None or len(known) != size_bytes or not (place / FILE_NAME).exists():
-            known = _map_place(place, size_bytes)
+        try:
+            (place / MARK_NAME).unlink(missing_ok=True)
+            if known is None or len(known) != size_bytes or not (place / FILE_NAME).exists():
+                known = _map_place(place, size_bytes)
+        except OSError as error:
+            self._clear(place)
+            raise PeerError(f"There is no space for it: {error.strerror}.", is_lost=False) from error
         with self._lock:
             self._maps[place] = known
         return known
@@ -565,12 +568,7 @@ class PeerMemory:
                     wire.receive_into(theirs, chunk, hasher.update)
                 if hasher.hexdigest() != part.digest.chunks[number]:
                     raise PeerError(f"Chunk {number} of the copy is damaged.", is_lost=False)
-        with self._lock:
-            refused = self._copy_table.finish(copy)
-            if refused is not None:
-                raise PeerError(refused.reason, is_lost=False, is_stale=refused.is_stale)
-            self._places[copy] = place
-            write_file(place / MARK_NAME, raw, durable=False)
+        self._complete(copy, raw, place)
 
     def _fence(self, message: Message) -> Message:
         with self._lock:

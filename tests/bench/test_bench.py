@@ -57,10 +57,17 @@ async def test_a_fleet_keeps_to_the_flow_control_of_its_coordinator() -> None:
             assert await fleet.barrier("full", 1, beats_before=2_000) > 0
 
 
-@pytest.mark.parametrize("through_agents", [True, False], ids=["with agents", "a session each"])
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
 @pytest.mark.parametrize(
-    ("workers", "rack"),
-    [(500, 50), pytest.param(10_000, 500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ("workers", "rack", "through_agents"),
+    [
+        pytest.param(500, 50, True, id="500 with agents"),
+        pytest.param(500, 50, False, id="500 with a session each"),
+        pytest.param(10_000, 500, True, marks=SLOW, id="10,000 with agents"),
+        pytest.param(3_000, 150, False, marks=SLOW, id="3,000 with a session each"),
+    ],
 )
 async def test_a_crowd_joins_beats_meets_loses_a_rack_and_sees_the_next_generation(
     workers: int, rack: int, through_agents: bool

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -59,6 +60,8 @@ class EtcdServer:
         self.name = name
         self.port, self.peer_port = free_port(), free_port()
         self.scheme = "http"
+        self.tls: ssl.SSLContext | None = None
+        """How it is asked for its health, where `scheme` is https."""
         self.members = f"{name}=http://127.0.0.1:{self.peer_port}"
         self.options = [*([] if fsync else ["--unsafe-no-fsync"]), *options]
         self.process: subprocess.Popen[bytes] | None = None
@@ -100,7 +103,8 @@ class EtcdServer:
 
     def healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=10) as answer:
+            url = f"{self.scheme}://{self.endpoint}/health"
+            with urllib.request.urlopen(url, timeout=10, context=self.tls) as answer:
                 return b'"true"' in answer.read()
         except OSError:
             return False

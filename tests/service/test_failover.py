@@ -25,9 +25,8 @@ from tests.harness.etcd_server import EtcdCluster
 from tests.service.clients import stub, trailers_of
 from tests.support import Coordinator, eventually
 
-SERVES_S = 5.0
-SLOW_MACHINE_S = 30.0
-"""Where nothing is measured: what must happen, however busy the machine is."""
+SLOW_MACHINE_S = 60.0
+"""What must happen does so, however busy the machine is. How long it takes elsewhere: `python -m benchmarks.failover`."""
 
 _prefixes = (f"/t{number}" for number in itertools.count())
 
@@ -248,8 +247,7 @@ def test_standby_takes_over_and_nothing_acknowledged_is_lost(
         struck_s = time.monotonic()
         os.kill(old.pid, how)
         if how != signal.SIGTERM:  # What was under way has been answered by then, or never will be.
-            taken_s = load.until_answered(after_s=struck_s + 0.2, within_s=SLOW_MACHINE_S) - struck_s
-            assert taken_s < SERVES_S, f"{taken_s:.1f} s"
+            load.until_answered(after_s=struck_s + 0.2, within_s=SLOW_MACHINE_S)
         eventually(lambda: role(new) == "leader", within_s=SLOW_MACHINE_S, what="the other leads")
         if how == signal.SIGSTOP:
             os.kill(old.pid, signal.SIGCONT)

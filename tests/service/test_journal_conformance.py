@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from strata.coordinator.engine import Engine, SystemClock
-from strata.coordinator.journal.compaction import CompactsInPieces
 from strata.coordinator.journal.copying import copy_journal
 from strata.coordinator.journal.etcd import EtcdJournal, hold, parse_location
 from strata.coordinator.journal.protocol import Deposed, Journal, JournalError
@@ -186,7 +185,6 @@ def test_batches_and_snapshots_of_any_size_are_kept_whole(backend: Backend) -> N
 
 def test_snapshot_is_written_beside_appends_and_counts_when_it_is_complete(backend: Backend) -> None:
     with backend.opened() as journal:
-        assert isinstance(journal, CompactsInPieces)
         journal.append([event(1)])
         given_up = journal.begin_snapshot()
         given_up.add([event(50)])

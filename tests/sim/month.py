@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from strata.coordinator import engine as engines
 from strata.coordinator.journal import codec
@@ -234,7 +235,7 @@ class Fleet:
         ]
         data = data_json(DataCommit().next(ranks, world_size=8))
         parent = job.checkpoints[-1] if job.checkpoints else ""
-        run = {"run_id": f"run-{job.number}", "run_generation": job.starts}
+        run: dict[str, Any] = {"run_id": f"run-{job.number}", "run_generation": job.starts}
         first = job.workers[0]
         self._do(notice(first, name, job.step, status="in_progress", **run))
         for tiers in (("nvme",), ("nvme", "s3")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from strata.core.cluster import Limits
 from strata.core.fleet.barriers import BarrierLimits
@@ -36,6 +37,17 @@ class SimulationFailed(AssertionError):
             f"seed {world.seed}: {error}\n\nThe story, up to there:\n{story}\n\n"
             f"See all of it with: python -m tests.sim --seed {world.seed} --story {kind}".rstrip()
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Simulations run in processes of their own, too."""
+        return _again, (self.seed, str(self))
+
+
+def _again(seed: int, text: str) -> SimulationFailed:
+    failure = SimulationFailed.__new__(SimulationFailed)
+    Exception.__init__(failure, text)
+    failure.seed = seed
+    return failure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from tests.support import eventually
 from tests.tasks.conftest import Tasks
 
 
+@pytest.mark.slow  # Its short siblings are in test_runner.py.
 @pytest.mark.timeout(300)
 def test_task_outlives_the_leader_that_started_it_and_its_end_reaches_the_next_one(tmp_path: Path) -> None:
     slow = tmp_path / "slow"

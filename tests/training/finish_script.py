@@ -1,7 +1,8 @@
 """One rank of a job that is to be killed: `python -m tests.training.finish_script KIND FOLDER MAX_STEPS STAND_AT DESTINATION...`.
 
 KIND is `ddp` or `fsdp`. Every eighth step is saved durably, every second in memory. After step STAND_AT a rank leaves `standing-RANK` in the
-folder, with its process number, and stands still; with 0 it trains to the end.
+folder, with its process number, and stands still; with 0 it trains to the end. With STAND_FIRST in the environment, the first process of a rank
+stands still after that step.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def main(kind: str, folder: Path, max_steps: int, stand_at: int, destinations: l
     ) as job:
         if job.restored and job.rank == 0:
             (folder / "resumed").write_text(f"{job.step} {job.recovery.tier if job.recovery else ''}")
+        first = int(os.environ.get("STAND_FIRST", "0"))
+        is_first = bool(first) and not job.restored
         for batch in job:
             if job._manager is not None:  # Nothing is skipped, so what was saved is known.
                 assert job._manager.wait_idle(60)
@@ -50,7 +53,7 @@ def main(kind: str, folder: Path, max_steps: int, stand_at: int, destinations: l
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if job.step + 1 == stand_at:
+            if job.step + 1 == (first if is_first else stand_at):
                 fresh = folder / f".standing-{job.rank}"
                 fresh.write_text(str(os.getpid()))
                 fresh.rename(folder / f"standing-{job.rank}")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from strata.checkpoint.copying.staging import MARK_NAME, read_snapshot
 from strata.checkpoint.verify import verify_store
 from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
+from strata.rendezvous.finishing import WorkFinisher
+from strata.rendezvous.regrouping import finish_although_asked_once
 from strata.stores import open_store
 from tests.support import eventually
 from tests.support_seaweed import seaweed
@@ -155,12 +157,23 @@ def test_newest_snapshot_of_a_run_of_its_own_is_durable_after_its_worker_was_kil
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "STRATA_MEMORY_ROOT": str(memory)},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "STRATA_MEMORY_ROOT": str(memory),
+                "STRATA_POLICY": "max_restarts_per_hour=1",
+                "STAND_FIRST": str(STANDS_AT - 4),
+            },
         )
     running = Agent(tmp_path, process, memory, 1)
     running.meeting = tmp_path
     try:
-        kill(running.await_standing([0]))
+        standing = tmp_path / "standing-0"
+        eventually(standing.exists, within_s=LIMIT_S, what=running.output)
+        first = int(standing.read_text())
+        standing.unlink()
+        kill([first])
+        kill(running.await_standing([0]))  # And there it ends: one restart an hour.
         assert running.wait() == 1, running.output()
     finally:
         if process.poll() is None:
@@ -170,6 +183,25 @@ def test_newest_snapshot_of_a_run_of_its_own_is_durable_after_its_worker_was_kil
     assert steps_in(far) == [DURABLE, SNAPSHOT], said
     assert f"uploaded step {SNAPSHOT} to " in said
     assert "6 steps saved" in said
+
+
+class Asked(BaseException):
+    sigval = signal.SIGTERM
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_agent_that_is_asked_to_end_while_it_uploads_does_so_when_asked_again(times: int) -> None:
+    attempts: list[int] = []
+
+    class Uploading(WorkFinisher):
+        def finish(self) -> None:
+            attempts.append(len(attempts))
+            if len(attempts) <= times:
+                raise Asked
+
+    with pytest.raises(Asked) if times else nullcontext():
+        finish_although_asked_once(Uploading("", ""))
+    assert len(attempts) == min(times + 1, 2)
 
 
 @pytest.mark.slow

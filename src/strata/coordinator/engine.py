@@ -27,13 +27,15 @@ from itertools import islice
 from typing import Literal, Protocol, TypeVar
 
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.compaction import (
-    CompactsInPieces,
+from strata.coordinator.journal.protocol import (
+    Deposed,
+    Journal,
+    JournalError,
+    JournalFull,
     JournalSizes,
-    MeasuresItself,
-    SnapshotInPieces,
+    JournalSpace,
+    Snapshot,
 )
-from strata.coordinator.journal.protocol import Deposed, Journal, JournalError, JournalFull, JournalSpace
 from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
@@ -273,7 +275,7 @@ class Engine:
 
     @property
     def journal_sizes(self) -> JournalSizes | None:
-        return self._journal.sizes() if isinstance(self._journal, MeasuresItself) else None
+        return self._journal.sizes()
 
     @property
     def is_settled(self) -> bool:
@@ -439,16 +441,13 @@ class Engine:
         self._settled.set()
 
     async def _start_compaction(self) -> None:
-        """The state of now becomes the snapshot, in the background; where the journal takes it in pieces, no commit waits for more
-        than one of them."""
-        if not isinstance(self._journal, CompactsInPieces):
-            await self._snapshot()
-        elif self._compaction is None:
+        """The state of now becomes the snapshot, in the background, in pieces: no commit waits for more than one of them."""
+        if self._compaction is None:
             begun = asyncio.get_running_loop().run_in_executor(self._disk, self._journal.begin_snapshot)
             self._compaction = asyncio.create_task(self._compact(self.cluster.compaction(), await begun))
             self._since_snapshot = self._since_snapshot_bytes = 0
 
-    async def _compact(self, history: Iterator[Event], snapshot: SnapshotInPieces) -> None:
+    async def _compact(self, history: Iterator[Event], snapshot: Snapshot) -> None:
         """Between pieces everything else has its turn, for several times as long as a piece has taken here."""
         started_s = time.monotonic()
         size_bytes = 0

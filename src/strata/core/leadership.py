@@ -93,8 +93,8 @@ class Tail:
         if self._parts and not _continues(self._parts[-1], record):
             self._parts = []  # Nobody completed them.
         if record.part != len(self._parts):
-            return (
-                None  # The rest of a batch whose beginning a snapshot has not kept: not acknowledged, ever.
+            raise ValueError(
+                f"record {record.position} is part {record.part} of a batch that has no beginning"
             )
         self._parts.append(record)
         if len(self._parts) < record.parts:

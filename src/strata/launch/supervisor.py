@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.core.faults.restarts import Policy, PolicyError
+from strata.core.jobs.finishing import NOT_UPLOADED, UPLOADED
 from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
@@ -162,12 +163,13 @@ class Supervisor:
 
     def _write(self, lines: Sequence[bytes], stream: str, rank: int | None) -> None:
         # An agent that is asked to leave complains of it at length.
-        complaint = rank is None and stream == "stderr"
-        if complaint and self._asked_to_stop:
-            return
+        is_complaint = rank is None and stream == "stderr" and (self._asked_to_stop or self._given_up)
         texts = [line.decode(errors="replace") for line in lines]
-        if not (complaint and self._given_up):
-            self._output.write(texts, at_s=time.time(), stream=stream, rank=rank)
+        shown = [text for text in texts if _is_about_upload(text)] if is_complaint else texts
+        if shown:
+            self._output.write(shown, at_s=time.time(), stream=stream, rank=rank)
+        if is_complaint and self._asked_to_stop:
+            return
         for text in texts if stream == "stderr" else ():
             cause = self._failures.read_line(rank, text)
             if cause is not None:
@@ -180,6 +182,10 @@ class Supervisor:
     async def _drain(self) -> None:
         if self._readers:
             await asyncio.wait(set(self._readers), timeout=DRAIN_S)
+
+
+def _is_about_upload(text: str) -> bool:
+    return UPLOADED in text or NOT_UPLOADED in text
 
 
 def _policy() -> Policy:

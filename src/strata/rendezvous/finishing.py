@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.finishing import Finished, Finisher
-from strata.core.jobs.finishing import ABSENCE_S, Outcome
+from strata.core.jobs.finishing import ABSENCE_S, NOT_UPLOADED, UPLOADED, Outcome
 from strata.core.messages import AGENT, SAVED_BY
 from strata.core.text import counted
 from strata.files import is_on_network
@@ -171,12 +171,12 @@ def _log(finished: Finished, outcome: Outcome) -> None:
             else f"{counted(outcome.steps_saved, 'step')} saved"
         )
         log.warning(
-            "the workers of run %s have died: this machine's agent uploaded step %s to %s, %s",
-            *(run, f"{outcome.step:,}", outcome.destination, more),
+            "the workers of run %s have died: %s %s to %s, %s",
+            *(run, UPLOADED, f"{outcome.step:,}", outcome.destination, more),
         )
     elif outcome.result == "known":
         log.info("step %s of run %s is durable: %s", f"{outcome.step:,}", run, outcome)
     elif outcome.result == "given up":
-        log.info("step %s of run %s was not uploaded by the agent: %s", f"{outcome.step:,}", run, outcome)
+        log.info("step %s of run %s %s: %s", f"{outcome.step:,}", run, NOT_UPLOADED, outcome)
     else:
-        log.warning("step %s of run %s was not uploaded by the agent: %s", f"{outcome.step:,}", run, outcome)
+        log.warning("step %s of run %s %s: %s", f"{outcome.step:,}", run, NOT_UPLOADED, outcome)

@@ -83,6 +83,17 @@ class MeetsOthers(Protocol):
         ...
 
 
+def finish_although_asked_once(finisher: WorkFinisher) -> None:
+    """Whoever watches an agent may ask it to end because its workers have failed, at the moment in which it does so by itself (a task's
+    supervisor does): that is no reason to give up what they left. Asked again, it ends."""
+    try:
+        finisher.finish()
+    except BaseException as error:
+        if getattr(error, "sigval", None) == signal.SIGTERM:
+            finisher.finish()
+        raise
+
+
 class RegroupingAgent(CarefulAgent):
     wanted_spares = 0
     """Of each agent in this process."""
@@ -158,8 +169,8 @@ class RegroupingAgent(CarefulAgent):
             if not isinstance(error, KeyboardInterrupt) and getattr(error, "sigval", None) != signal.SIGINT:
                 self._finish()
             raise
-        if result.is_failed():
-            self._finish()
+        if result.is_failed() and self._finisher is not None:
+            finish_although_asked_once(self._finisher)
         return result
 
     def _finish(self) -> None:

@@ -7,13 +7,17 @@ agents speak for them. Time depends on the machine and on who else uses it; proc
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from strata.bench.coordinator.fleet import Fleet, MachineFleet
 from strata.bench.coordinator.serving import Served, served_coordinator
+from strata.bench.coordinator.swarm import CallFailed
 from strata.bench.table import Row
+
+log = logging.getLogger("strata.bench")
 
 RANKS_EACH = 10
 """On each machine."""
@@ -89,11 +93,16 @@ async def _settled(coordinator: Served) -> None:
 
 def run(*, workers: int, rack: int, watch_s: float) -> Iterator[Row]:
     for through_agents in (True, False):
-        crowd = asyncio.run(measure(workers, through_agents=through_agents, rack=rack, watch_s=watch_s))
         how = (
             f"on {workers // RANKS_EACH:,} machines with agents" if through_agents else "with a session each"
         )
         what = f"{workers:,} workers {how}"
+        try:
+            crowd = asyncio.run(measure(workers, through_agents=through_agents, rack=rack, watch_s=watch_s))
+        except (CallFailed, TimeoutError) as failure:
+            # What was measured before is worth having all the same.
+            log.warning("%s: not reached on this machine now (%r); try fewer with --workers", what, failure)
+            continue
         yield Row(
             name=f"{what}, beating at {1 / EVERY_S:g} Hz: CPU",
             measured=crowd.beating_percent,

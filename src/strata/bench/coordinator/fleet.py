@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from strata.backoff import Backoff
 from strata.bench.coordinator.serving import HOST, Served
 from strata.bench.coordinator.swarm import CallFailed, Connection, Stream, framed
 from strata.rpc import coordinator_pb2 as pb
@@ -45,6 +46,21 @@ def heartbeat(step: int, *, worker: int = 0) -> pb.HeartbeatRequest:
             ],
         ),
     )
+
+
+async def _register(connection: Connection, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerResponse:
+    """As the worker library does: a call that has waited too long at a busy server is cancelled there, and made again."""
+    request.registration_id = request.worker_id.encode()
+    backoff = Backoff(first_s=0.05, longest_s=1.0, budget_s=ROUND_TIMEOUT_S)
+    while True:
+        try:
+            answer = await connection.unary("RegisterWorker", request.SerializeToString())
+            return pb.RegisterWorkerResponse.FromString(answer)
+        except CallFailed as failure:
+            pause_s = backoff.pause_s()
+            if "CANCELLED" not in str(failure) or pause_s is None:
+                raise
+        await asyncio.sleep(pause_s)
 
 
 class FleetWorker:
@@ -100,22 +116,34 @@ class Fleet:
         request = pb.RegisterWorkerRequest(
             worker_id=worker_id, hostname="10.0.0.1", port=29500, gpu_count=1, memory_bytes=1 << 36
         )
-        answer = pb.RegisterWorkerResponse.FromString(
-            await connection.unary("RegisterWorker", request.SerializeToString())
-        )
-        worker = FleetWorker(worker_id, answer.incarnation, connection)
+        answer = await _register(connection, request)
+        while True:
+            worker = FleetWorker(worker_id, answer.incarnation, connection)
+            try:
+                await self._welcomed(worker)
+                return worker
+            except CallFailed as failure:
+                if "CANCELLED" not in str(failure):
+                    raise  # Else it has waited too long at a busy server, as a registration may.
+
+    @staticmethod
+    async def _welcomed(worker: FleetWorker) -> None:
         welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def hear(data: bytes) -> None:
-            if pb.CoordinatorMessage.FromString(data).HasField("welcome"):
+            if pb.CoordinatorMessage.FromString(data).HasField("welcome") and not welcomed.done():
                 welcomed.set_result(None)
 
-        worker.session.on_message = hear
-        worker.say(pb.WorkerMessage(hello=pb.Hello(worker_id=worker_id, incarnation=answer.incarnation)))
+        def fail() -> None:
+            if not welcomed.done():
+                welcomed.set_exception(CallFailed(f"The session ended: {worker.session.ended_with}"))
+
+        worker.session.on_message, worker.session.on_end = hear, fail
+        hello = pb.Hello(worker_id=worker.worker_id, incarnation=worker.incarnation)
+        worker.say(pb.WorkerMessage(hello=hello))
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             await welcomed
-        worker.session.on_message = _ignore
-        return worker
+        worker.session.on_message, worker.session.on_end = _ignore, lambda: None
 
     async def barrier(self, name: str, step: int, *, beats_before: int = 0, timeout_ms: int = 0) -> float:
         """Seconds from the first arrival, or the first heartbeat before it, to the last release.
@@ -347,9 +375,7 @@ class MachineFleet:
             request = pb.RegisterWorkerRequest(
                 worker_id=worker_id, hostname=f"host-{machine}", port=29500, gpu_count=1, memory_bytes=1 << 36
             )
-            answer = pb.RegisterWorkerResponse.FromString(
-                await connection.unary("RegisterWorker", request.SerializeToString())
-            )
+            answer = await _register(connection, request)
             attach = pb.Attach(worker_id=worker_id, incarnation=answer.incarnation)
             stream.send(_message(member=rank + 1, attach=attach))
         await welcomed.after(lambda: None)

@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+import strata
 from strata.backoff import Backoff
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.protocol import Deposed, JournalError
@@ -59,7 +60,7 @@ Answer = TypeVar("Answer")
 
 log = logging.getLogger("strata.coordinator.journal")
 
-FORMAT = "1"
+FORMAT = str(codec.FORMAT)
 SCHEMES = ("etcd", "etcds")
 DEFAULT_PREFIX = "/strata"
 PART_BYTES = 1 << 20
@@ -556,6 +557,9 @@ class EtcdJournal:
         self._snapshots += 1
         return EtcdSnapshot(self, self._leading(), self._snapshots)
 
+    def sizes(self) -> None:
+        """Only etcd's own metrics say how much space it takes."""
+
     def put_piece(self, name: str, body: bytes) -> None:
         self._change([self.log.put(name, body)])
 
@@ -631,9 +635,10 @@ class EtcdJournal:
 
     def _check_format(self, *, serializable: bool) -> None:
         found = self.log.find("format", serializable=serializable)
-        if found is not None and found != FORMAT.encode():
+        if found is not None and (not found.isdigit() or int(found) > int(FORMAT)):
             raise JournalError(
-                f"The journal {self} has format {found.decode(errors='replace')}; this version of Strata writes format {FORMAT}.",
+                f"The journal {self} has format {found.decode(errors='replace')}, written by a newer Strata; this is Strata "
+                f"{strata.__version__}, which reads formats up to {FORMAT}.",
                 hint="Use the version of Strata that wrote it, or another prefix.",
             )
 
@@ -655,7 +660,7 @@ class EtcdJournal:
 
 
 class EtcdSnapshot:
-    """See `SnapshotInPieces`. Each `add` is a frame; frames are cut into pieces that etcd takes."""
+    """See `Snapshot`. Each `add` is a frame; frames are cut into pieces that etcd takes."""
 
     def __init__(self, journal: EtcdJournal, appender: Appender, number: int) -> None:
         self._journal = journal

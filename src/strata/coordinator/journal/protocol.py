@@ -62,6 +62,33 @@ class JournalSpace(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSizes:
+    file_bytes: int
+    """Of the files. Freed space is used again; a file does not shrink."""
+    story_bytes: int
+    """Events, those of the past among them that are only kept to be shown."""
+    snapshot_bytes: int
+
+
+class Snapshot(Protocol):
+    """One that is written in pieces, beside the appends: no call takes longer than a piece. Begun after an append: the history that it
+    is given leads to the state of that moment. Until `commit` the snapshot before it counts; what a crash leaves of an unfinished
+    one is cleaned away by the next."""
+
+    def add(self, events: Sequence[Event]) -> int:
+        """How many bytes they take."""
+        ...
+
+    def commit(self) -> None:
+        """From now on this snapshot counts, and the events before it are only kept for the story."""
+        ...
+
+    def clean(self) -> bool:
+        """Remove a piece of what is no longer needed; whether there is more. Also in place of `commit`, to give it up."""
+        ...
+
+
 class Journal(Protocol):
     """Where the engine keeps its history: anything that appends in order and survives will do."""
 
@@ -82,6 +109,14 @@ class Journal(Protocol):
 
     def snapshot(self, events: Iterable[Event]) -> None:
         """Replace the snapshot by this history, which must lead to the state after the last append."""
+        ...
+
+    def begin_snapshot(self) -> Snapshot:
+        """The same, little by little."""
+        ...
+
+    def sizes(self) -> JournalSizes | None:
+        """How large it is, where it knows. May be asked at any time, from any thread."""
         ...
 
     def close(self) -> None: ...

@@ -30,8 +30,7 @@ import msgspec
 
 import strata
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.compaction import JournalSizes
-from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull
+from strata.coordinator.journal.protocol import Entry, JournalError, JournalFull, JournalSizes
 from strata.coordinator.journal.space import RESERVE_BYTES, Space
 from strata.core.messages import Event, ValueSwapped
 from strata.files import make_file_private
@@ -147,10 +146,10 @@ class SqliteJournal:
         self._story_bytes += sum(len(body) for *_, body in rows)
 
     def snapshot(self, events: Iterable[Event]) -> None:
-        piecewise = self.begin_snapshot()
-        piecewise.add(list(events))
-        piecewise.commit()
-        while piecewise.clean():
+        snapshot = self.begin_snapshot()
+        snapshot.add(list(events))
+        snapshot.commit()
+        while snapshot.clean():
             pass
 
     def begin_snapshot(self) -> SqliteSnapshot:
@@ -200,7 +199,7 @@ class SqliteJournal:
 
 
 class SqliteSnapshot:
-    """A snapshot under way (`compaction`). Between its pieces the journal may be appended to."""
+    """A snapshot under way. Between its pieces the journal may be appended to."""
 
     def __init__(self, journal: SqliteJournal) -> None:
         self._journal = journal

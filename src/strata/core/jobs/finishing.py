@@ -32,6 +32,8 @@ PATIENCE_S = 60.0
 """A destination that does not answer, or ranks that do not report, are asked again for so long."""
 ABSENCE_S = 5.0
 """Workers that were away for so long, because their machine waits for others, may be away for long."""
+UPLOADED, NOT_UPLOADED = "this machine's agent uploaded step", "was not uploaded by the agent"
+"""What an agent's lines about its uploads say, so that whoever leaves out what an agent complains of does not leave out these."""
 
 Order = tuple[int, int]
 """Generation, then sequence within it."""

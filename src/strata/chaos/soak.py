@@ -46,7 +46,7 @@ JOB_RECOVERY_S = 180.0
 FEWEST_ANSWERS = 20
 SETTLE_S = 1.0
 
-SoakFault = Literal["none", "coordinator killed", "coordinator paused", "worker killed", "agent killed"]
+SoakFault = Literal["none", "coordinator killed", "coordinator paused", "worker killed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ class Soak:
         if time.monotonic() - self._began_s < self.minutes * 60 / 3:
             choices.append("coordinator killed")
         if self._job is not None:
-            choices += ["worker killed", "agent killed"]
+            choices.append("worker killed")
         if not self._rounds:
             return "coordinator killed"
         return self._chance.choice(choices)
@@ -293,8 +293,8 @@ class Soak:
                 os.kill(self._coordinator.process.pid, signal.SIGSTOP)
                 time.sleep(PAUSED_S)
                 os.kill(self._coordinator.process.pid, signal.SIGCONT)
-            case "worker killed" | "agent killed":
-                return self._hurt_job("kill" if fault == "worker killed" else "agent")
+            case "worker killed":
+                return self._hurt_job("kill")
         clients.wait_answered(FEWEST_ANSWERS, within_s=RECOVERY_S)
         return time.monotonic() - began_s
 
@@ -323,7 +323,7 @@ class Soak:
         from strata.launch.sample_job import SampleJob
 
         job = SampleJob(
-            folder=self.folder, name=f"soak-{os.getpid()}", steps=100_000_000, keep=3, workers=2, agents=2
+            folder=self.folder, name=f"soak-{os.getpid()}", steps=100_000_000, keep=3, workers=2, agents=1
         )
         run = ChaosRun(job, self._coordinator, seed=self.seed)
         stack.callback(run.close)

@@ -102,6 +102,8 @@ class ChaosRun:
     def inject(self, kinds: Sequence[Fault], *, patience_s: float) -> Injury:
         """Do one of `kinds` to a random victim and wait for the next new step."""
         fault = self._random.choice(list(kinds))
+        if fault == "agent":  # Who is killed before it takes part is missed by nobody: no process starts again after it.
+            self._await_everybody(patience_s)
         step_before, at_s = self.step, time.monotonic()
         victim, heal = self._inflict(fault)
         self.tell(f"{fault}: {victim} at step {step_before}")
@@ -202,6 +204,15 @@ class ChaosRun:
                     return footprint.mono_s
             time.sleep(POLL_S)
         return None
+
+    def _await_everybody(self, patience_s: float) -> None:
+        """All workers take part; not longer than this, where some do not come back."""
+        deadline_s = time.monotonic() + patience_s
+        while time.monotonic() < deadline_s and self.is_running:
+            found = last_footprint(self.job.name)
+            if found is not None and found.world_size >= self.job.workers:
+                return
+            time.sleep(POLL_S)
 
     def _await_first_step(self) -> None:
         deadline_s = time.monotonic() + FIRST_STEP_S

@@ -102,7 +102,9 @@ class ChaosRun:
     def inject(self, kinds: Sequence[Fault], *, patience_s: float) -> Injury:
         """Do one of `kinds` to a random victim and wait for the next new step."""
         fault = self._random.choice(list(kinds))
-        if fault == "agent":  # Who is killed before it takes part is missed by nobody: no process starts again after it.
+        if (
+            fault == "agent"
+        ):  # Who is killed before it takes part is missed by nobody: no process starts again after it.
             self._await_everybody(patience_s)
         step_before, at_s = self.step, time.monotonic()
         victim, heal = self._inflict(fault)

@@ -56,7 +56,7 @@ export function Input({ className = "", ...rest }: ComponentProps<"input">) {
 }
 
 export function Select({ className = "", ...rest }: SelectHTMLAttributes<HTMLSelectElement>) {
-  return <select className={`${FIELD} pr-7 ${className}`} {...rest} />;
+  return <select className={`${FIELD} max-w-full pr-7 ${className}`} {...rest} />;
 }
 
 /** A labelled field with its explanation and, when it is wrong, why. */

@@ -81,7 +81,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
             <IconButton label={`Remove ${run.label}`} className="size-7" onClick={() => props.onChange(ids.filter((id) => id !== run.id))}><X aria-hidden className="size-3.5" /></IconButton>
           </li>
         ))}
-        <li><Adder ids={ids} known={known} onAdd={(id) => props.onChange([...ids, id])} /></li>
+        <li className="max-w-full"><Adder ids={ids} known={known} onAdd={(id) => props.onChange([...ids, id])} /></li>
       </ul>
       {summaries.error !== null && <ErrorNote error={summaries.error} />}
       <Toolbar settings={settings} change={change} lastStep={lastStep}>

@@ -37,6 +37,7 @@ def browser(watched: Coordinator) -> Iterator[Browser]:
 def page(browser: Browser, watched: Coordinator) -> Iterator[Browser]:
     """The browser, on this coordinator; nothing may have gone wrong on the console when the test is over."""
     browser.base = watched.url
+    browser.size(1440, 900)
     browser.complaints()
     yield browser
     violations, complaints = browser.violations(), browser.complaints()

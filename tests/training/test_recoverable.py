@@ -405,6 +405,9 @@ def test_spares_that_are_killed_disturb_nobody_and_are_given_up_in_the_end(tmp_p
 @pytest.mark.parametrize("end", ["asked to stop", "fails"])
 def test_spares_end_with_the_run(tmp_path: Path, end: str) -> None:
     with job(tmp_path / "job", "ddp", workers=2, steps=100_000, flags=["--spares=2"]) as running:
+        running.await_line(
+            lambda line: "resumed" in line, count=2
+        )  # Who has not begun to train has nothing to save.
         running.await_spare(2)
         if end == "fails":
             inject(running, 1, "raise ValueError('a bug')")

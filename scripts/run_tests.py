@@ -1,8 +1,8 @@
 """Run every test, area by area, each in a process of its own, and add up the results:  run_tests.py [--slow] [AREA...]
 
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
-processes of their own they cannot disturb each other. Much of a test is waiting, so two more run at a time than there are
-cores, six at most; large areas are dealt out by file, so that no lane is left with a long one at the end. What one of them
+processes of their own they cannot disturb each other. Much of a test is waiting, so one more runs at a time than there are
+cores, four at most; large areas are dealt out by file, so that no lane is left with a long one at the end. What one of them
 prints is shown when it has ended. Ends with what each has cost, what was left out and why, what failed, once more, and one
 line: N passed, N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5
-AT_A_TIME = min(len(os.sched_getaffinity(0)) + 2, 6)
+AT_A_TIME = min(len(os.sched_getaffinity(0)) + 1, 4)
 APART = (Path("tests/data/tokens"),)
 """Folders inside an area that are an area of their own."""
 LONGEST = {

@@ -31,7 +31,7 @@ from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import Manifest
 from strata.checkpoint.catalog.naming import manifest_key, unique_stem
 from strata.checkpoint.dcp import StaleGeneration, StrataStorageReader, StrataStorageWriter, latest, steps
-from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, SaveFailed
+from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, NewerFormat, SaveFailed
 from strata.checkpoint.sharded.layout import decode, encode
 from strata.checkpoint.sharded.parts import PartWriter
 from strata.checkpoint.verify import verify_store
@@ -350,7 +350,7 @@ def test_one_changed_bit_anywhere_in_a_part_or_manifest_is_noticed(tmp_path: Pat
         lambda layout: layout["entries"].append(layout["entries"][0]),
         lambda layout: layout["entries"].append(["module", "x", [0, 0, 0]]),
         lambda layout: layout.__setitem__("paths", [["weight", [None]]]),
-        lambda layout: layout.__setitem__("schema", 2),
+        lambda layout: layout.__setitem__("schema", "2"),
         lambda layout: layout.pop("entries"),
     ],
 )
@@ -364,6 +364,16 @@ def test_a_layout_that_does_not_add_up_is_refused_before_anything_is_read(
     store = open_store(tmp_path)
     store.put(manifest_key(unique_stem(1, manifest.checkpoint_id)), replace(manifest, layout=layout).encode())
     with pytest.raises(Damaged, match="layout"):
+        StrataStorageReader(tmp_path)
+
+
+def test_a_layout_of_a_newer_version_is_refused_as_such(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(30)}, step=1)
+    manifest = only_manifest(tmp_path)
+    layout = {**json.loads(json.dumps(manifest.layout)), "schema": 2}
+    store = open_store(tmp_path)
+    store.put(manifest_key(unique_stem(1, manifest.checkpoint_id)), replace(manifest, layout=layout).encode())
+    with pytest.raises(NewerFormat, match="layout schema 2, written by a newer Strata"):
         StrataStorageReader(tmp_path)
 
 

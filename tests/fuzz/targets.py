@@ -168,6 +168,9 @@ class Wire:
         return bytes([number]) + data
 
     def _set_something(self, message: Any, chance: Random) -> None:
+        if not message.DESCRIPTOR.fields:
+            message.SetInParent()  # That it is there is all that it says.
+            return
         field = chance.choice(message.DESCRIPTOR.fields)
         try:
             if field.message_type is not None:

@@ -341,7 +341,11 @@ class Oracle:
         account.generations = dict(membership.job_generations)
 
     def same(self, one: Cluster, other: Cluster) -> None:
-        must(one.compact() == other.compact(), "I6: the journal leads to another state than the one that was")
+        try:
+            is_same = one.compact() == other.compact()
+        except LookupError as error:
+            raise Violation(f"I6: the state cannot be told as a history: {error}") from error
+        must(is_same, "I6: the journal leads to another state than the one that was")
 
 
 def _word(outcome: Outcome) -> str:

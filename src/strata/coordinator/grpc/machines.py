@@ -14,13 +14,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine, Unavailable
 from strata.coordinator.grpc.middleware import Context, barrier_text, next_message
-from strata.coordinator.grpc.sessions import OUTBOX_LIMIT, Sessions, WorkerSession
+from strata.coordinator.grpc.sessions import OUTBOX_LIMIT, Outbox, Sessions, WorkerSession
 from strata.coordinator.grpc.waits import WAITS_PER_WORKER, Outcome, Wait
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.core.fleet.multiplexer import MAX_MEMBERS
@@ -81,27 +80,23 @@ class MemberSession(WorkerSession):
             self.machine.member_ended(self)
 
 
-class MachineSession:
+class MachineSession(Outbox):
     """One machine's stream, seen from the coordinator."""
 
     def __init__(self, host: str, caller: Principal, sessions: Sessions) -> None:
+        super().__init__(f"machine '{host}'")
         self.host = host
         self.caller = caller
         self.holder = WorkerId(f"machine {next(_numbers)}")
         """Among those who wait at barriers."""
         self.members: dict[int, MemberSession] = {}
         self.last_member = 0
-        self.over = ""
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sessions = sessions
-        self._outbox: deque[pb.CoordinatorMessage] = deque()
-        self._news: dict[str, pb.CoordinatorMessage] = {}
         self._topologies: dict[JobId, pb.Topologies] = {}
-        self._filled = asyncio.Event()
 
-    def notify(self, about: str, message: pb.CoordinatorMessage) -> None:
-        self._news[about] = message
-        self._filled.set()
+    @property
+    def limit(self) -> int:
+        return OUTBOX_LIMIT + len(self.members)
 
     def notify_topology(
         self, session: MemberSession, generation: int, rank: int, world_size: int, reason: str
@@ -113,21 +108,6 @@ class MachineSession:
             folded = self._topologies[session.job_id] = pb.Topologies(topology=topology)
         folded.members.append(session.member)
         folded.ranks.append(rank)
-        self._filled.set()
-
-    def push(self, message: pb.CoordinatorMessage) -> None:
-        if len(self._outbox) >= OUTBOX_LIMIT + len(self.members):
-            if not self.over:
-                log.warning("ending the stream of machine '%s', which does not read its messages", self.host)
-            self.end("it does not read its messages")
-            return
-        self._outbox.append(message)
-        self._filled.set()
-
-    def end(self, why: str) -> None:
-        self.over = self.over or why
-        if not self.ended.done():
-            self.ended.set_result(None)
         self._filled.set()
 
     def member_ended(self, session: MemberSession) -> None:
@@ -145,16 +125,10 @@ class MachineSession:
         for session in list(self.members.values()):
             session.end("the stream of its machine ended")
 
-    async def next_messages(self) -> list[pb.CoordinatorMessage]:
-        while not self._news and not self._outbox and not self._topologies and not self.over:
-            self._filled.clear()
-            await self._filled.wait()
-        messages = [pb.CoordinatorMessage(topologies=each) for each in self._topologies.values()]
-        messages += [*self._news.values(), *self._outbox]
+    def _take(self) -> list[pb.CoordinatorMessage]:
+        topologies = [pb.CoordinatorMessage(topologies=each) for each in self._topologies.values()]
         self._topologies.clear()
-        self._news.clear()
-        self._outbox.clear()
-        return messages
+        return [*topologies, *super()._take()]
 
 
 class Machines:

@@ -48,39 +48,33 @@ that costs: joining is not to cost the square of how many join. One change after
 TOPOLOGY = "topology"
 
 
-class WorkerSession:
-    """One worker's stream, seen from the coordinator."""
+class Outbox:
+    """What waits to be sent on a stream: bounded. Whoever does not read loses the stream."""
 
-    is_shared = False
-    """Whether it rides on the stream of its machine."""
-
-    def __init__(self, worker_id: WorkerId, incarnation: int, job_id: JobId) -> None:
-        self.worker_id = worker_id
-        self.incarnation = incarnation
-        self.job_id = job_id
-        self.caller: Principal | None = None
-        """Who opened it."""
+    def __init__(self, reader: str) -> None:
+        self._reader = reader
+        """For the log."""
         self.over = ""
-        """Why this session has ended, once it has."""
+        """Why the stream has ended, once it has."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: deque[pb.CoordinatorMessage] = deque()
         self._news: dict[str, pb.CoordinatorMessage] = {}
         self._filled = asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        return OUTBOX_LIMIT
 
     def notify(self, about: str, message: pb.CoordinatorMessage) -> None:
         """News, in place of what has not been read yet about the same."""
         self._news[about] = message
         self._filled.set()
 
-    def notify_topology(self, generation: int, rank: int, world_size: int, reason: str) -> None:
-        topology = pb.Topology(generation=generation, rank=rank, world_size=world_size, reason=reason)
-        self.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
-
     def push(self, message: pb.CoordinatorMessage) -> None:
         """An answer, which none replaces."""
-        if len(self._outbox) >= OUTBOX_LIMIT:
+        if len(self._outbox) >= self.limit:
             if not self.over:
-                log.warning("ending the session of '%s', which does not read its messages", self.worker_id)
+                log.warning("ending the session of %s, which does not read its messages", self._reader)
             self.end("it does not read its messages")
             return
         self._outbox.append(message)
@@ -93,14 +87,36 @@ class WorkerSession:
         self._filled.set()
 
     async def next_messages(self) -> list[pb.CoordinatorMessage]:
-        """What there is to say, once there is something; empty when the session is over and all is said."""
-        while not self._news and not self._outbox and not self.over:
+        """What there is to say, once there is something; empty when the stream is over and all is said."""
+        while not (messages := self._take()) and not self.over:
             self._filled.clear()
             await self._filled.wait()
+        return messages
+
+    def _take(self) -> list[pb.CoordinatorMessage]:
         messages = [*self._news.values(), *self._outbox]
         self._news.clear()
         self._outbox.clear()
         return messages
+
+
+class WorkerSession(Outbox):
+    """One worker's stream, seen from the coordinator."""
+
+    is_shared = False
+    """Whether it rides on the stream of its machine."""
+
+    def __init__(self, worker_id: WorkerId, incarnation: int, job_id: JobId) -> None:
+        super().__init__(f"'{worker_id}'")
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.job_id = job_id
+        self.caller: Principal | None = None
+        """Who opened it."""
+
+    def notify_topology(self, generation: int, rank: int, world_size: int, reason: str) -> None:
+        topology = pb.Topology(generation=generation, rank=rank, world_size=world_size, reason=reason)
+        self.notify(TOPOLOGY, pb.CoordinatorMessage(topology=topology))
 
 
 class StreamOfMany(Protocol):

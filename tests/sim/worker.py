@@ -38,7 +38,7 @@ from strata.core.messages import (
     WorkerId,
     WorkerSpec,
 )
-from tests.sim.coordinator import Query, Request, SimCoordinator
+from tests.sim.coordinator import Query, Reachable, Request
 from tests.sim.world import Network, World
 
 RETRY_S = 1.5
@@ -131,7 +131,7 @@ class Process:
         self,
         world: World,
         network: Network,
-        coordinator: SimCoordinator,
+        coordinator: Reachable,
         plan: Plan,
         fabric: Fabric,
         name: str,

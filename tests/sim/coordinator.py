@@ -91,7 +91,7 @@ class Reachable(Protocol):
     """What a client knows of whoever coordinates."""
 
     @property
-    def oracle(self) -> Oracle: ...
+    def listener(self) -> Oracle: ...
 
     def receive(self, request: Request) -> None: ...
 
@@ -193,7 +193,7 @@ class Decisions:
         if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
             self.observer.reconciled(self.cluster, command)
         if isinstance(command, ReportRecovery):
-            self.observer.recovered(self.cluster)
+            self.observer.recovered(self.cluster, command)
         if isinstance(reply, BarrierTicket):
             answers.append(partial(self._wait, request, reply))
         else:

@@ -44,7 +44,7 @@ from strata.core.messages import (
 from tests.sim.coordinator import Hosting, Query, Reachable, Request
 from tests.sim.oracle import must
 from tests.sim.scenario import Result, Scenario
-from tests.sim.worker import HEARTBEAT_S, Process
+from tests.sim.worker import HEARTBEAT_S, Fabric, Process
 from tests.sim.world import Action as WorldAction
 from tests.sim.world import Network, World
 
@@ -309,7 +309,7 @@ class MachineProcess(Process):
         self.at_agent: set[str] = set()
         """Calls that its agent has taken, on the present connection, and not answered."""
         network, coordinator = fleet.reach(self)
-        super().__init__(fleet.world, network, coordinator, fleet.plan, fleet.fabric, name)
+        super().__init__(fleet.world, network, coordinator, fleet.plan, fleet.fabric_of(self), name)
 
     def kill(self) -> None:
         agent, connection = self.agent, self.connection
@@ -427,9 +427,12 @@ class MachineScenario(Scenario):
 
     def run(self) -> Result:
         self._watch_crashes()
-        for machine in ("m0", "m1"):
+        for machine in self.machine_names():
             self.world.after(self.world.between(0.0, 0.5), partial(self._start_agent, machine))
         return super().run()
+
+    def machine_names(self) -> tuple[str, ...]:
+        return ("m0", "m1")
 
     def _watch_crashes(self) -> None:
         crash = self.coordinator.crash
@@ -461,6 +464,9 @@ class MachineScenario(Scenario):
     def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
         """How a process speaks for itself."""
         return self.network, self.coordinator
+
+    def fabric_of(self, process: MachineProcess) -> Fabric:
+        return self.fabric
 
     def counted(self, worker: WorkerId, incarnation: int, member: int, stream: int) -> None:
         """A folded heartbeat says that this member was heard."""

@@ -8,7 +8,6 @@ itself.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from strata.core.cluster import Cluster, Limits
-from strata.core.fleet.multiplexer import StreamLost, Up
+from strata.core.fleet.multiplexer import Up
 from strata.core.leadership import Record
 from strata.core.messages import (
     ArriveAtBarrier,
@@ -27,16 +26,17 @@ from strata.core.messages import (
     Observation,
     ReconcileCheckpoints,
     Refused,
+    ReportRecovery,
     WorkerConnected,
     WorkerDisconnected,
     WorkerId,
 )
 from tests.core.builders import NOTHING_TO_REPORT
 from tests.sim.coordinator import TICK_S, Decisions, Hosting, Request
-from tests.sim.leadership import PART_BYTES, Links, NotLeading, SimLeader, Store, encode_events
+from tests.sim.leadership import NotLeading, SimLeader, encode_events
 from tests.sim.leadership import Oracle as LogOracle
 from tests.sim.machines import Agent, MachineStream, Way
-from tests.sim.oracle import Oracle, must
+from tests.sim.oracle import Oracle, Violation
 from tests.sim.world import Action, Network, World
 
 if TYPE_CHECKING:
@@ -138,13 +138,24 @@ class Witness(Oracle):
         self._seen.append(partial(self._oracle.refused, command, refusal))
 
     def reconciled(self, cluster: Cluster, command: ReconcileCheckpoints) -> None:
-        self._seen.append(partial(self._oracle.reconciled, cluster, command))
+        self._look_now(partial(self._oracle.reconciled, cluster, command))
 
-    def recovered(self, cluster: Cluster) -> None:
-        self._seen.append(partial(self._oracle.recovered, cluster))
+    def recovered(self, cluster: Cluster, command: ReportRecovery) -> None:
+        self._look_now(partial(self._oracle.recovered, cluster, command))
+
+    def _look_now(self, check: Callable[[], None]) -> None:
+        """It is about the state between two commands of a batch; what is wrong counts when the batch does."""
+        try:
+            check()
+        except Violation as violation:
+            self._seen.append(partial(_fail, violation))
 
     def settled(self, cluster: Cluster, events: Iterable[Event]) -> None:
         self._seen.append(partial(self._oracle.settled, cluster, events))
+
+
+def _fail(violation: Violation) -> None:
+    raise violation
 
 
 class Replica(Decisions, SimLeader):  # type: ignore[misc]
@@ -214,15 +225,15 @@ class Replica(Decisions, SimLeader):  # type: ignore[misc]
         if not self.leads():
             if request.each is None:
                 leader = self.leadership.leader
-                self._say(
-                    request, NotLeading(leader.name.partition(".")[0] if leader is not None else "")
-                )
+                self._say(request, NotLeading(leader.name.partition(".")[0] if leader is not None else ""))
             return
         self._queue.append(request)
         if not self.is_writing:
             self._after(self.world.between(0.0, 0.002), self._process)
 
-    def hear(self, worker: WorkerId, incarnation: int, *, connects: bool, answer: Callable[[Any], None]) -> None:
+    def hear(
+        self, worker: WorkerId, incarnation: int, *, connects: bool, answer: Callable[[Any], None]
+    ) -> None:
         """A session without an agent: a heartbeat that is answered, or the stream itself coming back."""
 
         def heard() -> None:
@@ -243,19 +254,20 @@ class Replica(Decisions, SimLeader):  # type: ignore[misc]
             observation = WorkerConnected(worker_id=worker, incarnation=incarnation)
         else:
             observation = Heartbeat(worker_id=worker, incarnation=incarnation, report=NOTHING_TO_REPORT)
-        if self.leads():
+        if self.leads() and self.cluster is not None:
             with suppress(Refused):
                 self.cluster.observe(observation, self._now())
 
     def dropped(self, worker: WorkerId, incarnation: int) -> None:
         def drop() -> None:
-            if self.leads():
+            if self.leads() and self.cluster is not None:
                 lost = WorkerDisconnected(worker_id=worker, incarnation=incarnation)
                 self.cluster.observe(lost, self._now())
 
         self._mine(drop)()
 
     def admit(self, worker: WorkerId, incarnation: int) -> None:
+        assert self.cluster is not None
         self.cluster.membership.admit(worker, incarnation=incarnation)
 
     # --- one batch ------------------------------------------------------------------------------------------
@@ -325,7 +337,7 @@ class Front:
         """Whether the session is one that its coordinator does not know yet."""
 
     @property
-    def oracle(self) -> Oracle:
+    def listener(self) -> Oracle:
         return self.whole.oracle
 
     def receive(self, request: Request) -> None:

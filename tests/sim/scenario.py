@@ -287,7 +287,7 @@ class Scenario:
         """I1: the committed history holds every sample exactly once, as far as training went."""
         cluster = self._final()
         latest = cluster.checkpoints.latest(DEFAULT_JOB)
-        everyone_left_early = all(process.leaving for process in self.processes.values())
+        everyone_left_early = all(process.leaving for process in self._planned())
         if latest is None:
             must(everyone_left_early, "nothing was ever committed")
             return
@@ -297,6 +297,10 @@ class Scenario:
             must(not coverage.repeated, f"I1: epoch {epoch} trained {coverage.repeated} more than once")
             whole = coverage.covered.size == self.plan.total
             must(whole or everyone_left_early, f"I1: epoch {epoch} lacks samples: it has {coverage.covered}")
+
+    def _planned(self) -> list[Process]:
+        """Who trains what the coordinator shares out."""
+        return list(self.processes.values())
 
     def _final(self) -> Cluster:
         """What is durable."""

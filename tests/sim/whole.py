@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from strata.core.cluster import Cluster, Limits
 from strata.core.messages import Instant, RegisterDataset
 from tests.sim.coordinator import Reachable, Request
+from tests.sim.elastic import ElasticJob, ElasticProcess
 from tests.sim.leadership import Links, Store
 from tests.sim.machines import Agent, MachineProcess, MachineScenario
 from tests.sim.oracle import must
 from tests.sim.replicas import Front, Immediate, Log, Replica, ReplicaAgent, Roads
 from tests.sim.scenario import FAULTS_END_S, LIMIT_S, SimulationFailed
+from tests.sim.worker import Fabric, Process
 from tests.sim.world import Action, Network
-
-MACHINES = ("m0", "m1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,26 @@ class WholeScenario(MachineScenario):
 
     def __init__(self, seed: int, *, tells: bool = True) -> None:
         self.counts: Counter[str] = Counter()
+        self.restores: Counter[tuple[int, str]] = Counter()
+        """By life and source."""
         self.store_is_full = False
         self.part_bytes = 2_000
         self._tells = tells
         super().__init__(seed)
+        world = self.world
+        cast = world.random.choice(["both", "elastic", "elastic", "planned"])
+        self.job = ElasticJob(self, seed) if cast != "planned" else None
+        self._ranks: list[str] = []
+        self.elastic_fabric = Fabric()
+        if self.job is not None:
+            self._names = [] if cast == "elastic" else self._names[:2]
+            self.plan = replace(self.plan, total=min(self.plan.total, 24))
+            self._spec = replace(self._spec, total_samples=self.plan.total)
+            self._ranks = [f"r{number}" for number in range(world.random.choice([1, 2, 2, 3, 3, 4]))]
+            self._names += self._ranks
+            self.elastic_fabric.processes = 10_000
+            fabric, job = self.fabric, self.job
+            self.oracle.existing = lambda: {str(s.checkpoint_id) for s in fabric.saved} | job.existing()
 
     def _coordinate(self, limits: Limits) -> None:
         world = self.world
@@ -65,8 +81,33 @@ class WholeScenario(MachineScenario):
     def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
         return self._immediate, Front(self, process.machine)
 
+    def fabric_of(self, process: MachineProcess) -> Fabric:
+        return self.elastic_fabric if isinstance(process, ElasticProcess) else self.fabric
+
     def _new_agent(self, machine: str) -> Agent:
         return ReplicaAgent(self, machine)
+
+    def machine_names(self) -> tuple[str, ...]:
+        return (
+            super().machine_names()
+            if self.job is None
+            else tuple(machine.name for machine in self.job.machines)
+        )
+
+    def _start(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is None or not (process.alive or process.finished):
+            machines = self.machine_names()
+            machine = machines[sum(name.encode()) % len(machines)]
+            if self.job is not None and name in self._ranks:
+                self.processes[name] = ElasticProcess(self.job, name, machine)
+            else:
+                self.processes[name] = self._new_process(name, machine)
+
+    def _begin(self) -> None:
+        if self.job is not None:
+            self.job.tick()
+        super()._begin()
 
     def _watch_crashes(self) -> None:
         pass
@@ -107,6 +148,23 @@ class WholeScenario(MachineScenario):
         counts["agents killed"] += self.agents_killed
         counts["incarnations"] += result.incarnations
         counts["events"] += self.world.events
+        counts.update(f"restored from {source}" for _, source in self.restores)
+        if self.job is not None:
+            counts["lives"] += len(self.job.lives)
+            for name in (
+                "zombies",
+                "stale",
+                "resumed",
+                "anew",
+                "stopped",
+                "rescued",
+                "copies",
+                "damages",
+                "older",
+                "removed",
+            ):
+                counts[f"job: {name}"] += self.job.counts[name]
+            counts["job: finished by agents"] += self.job.counts["finished by agent"]
         counts = Counter({name: count for name, count in counts.items() if count})
         facts = repr((sorted(counts.items()), self.world.now_s)).encode()
         return WholeResult(
@@ -125,7 +183,12 @@ class WholeScenario(MachineScenario):
     def _fault(self) -> None:
         whole: list[Action] = [self._pause_leader, self._pause_leader, self._cut_store, self._lose_majority]
         whole += [self._cut_road, self._cut_road, self._cut_road]
-        if self.world.chance(0.45):
+        if self.job is not None and self.world.chance(0.25):
+            if self.world.chance(0.3):
+                self._lose_machine(self.job)
+            else:
+                self.job.disturb()
+        elif self.world.chance(0.45):
             self.world.random.choice(whole)()
         else:
             super()._fault()
@@ -176,8 +239,38 @@ class WholeScenario(MachineScenario):
             self.roads.cut.add(way)
             self.world.after(self.world.between(0.5, 6.0), partial(self.roads.cut.discard, way))
 
-    def machine_names(self) -> tuple[str, ...]:
-        return MACHINES
+    def _lose_machine(self, job: ElasticJob) -> None:
+        """With its memory, its agent and its processes."""
+        lost = self.world.random.choice(job.machines)
+        self.counts["machines lost"] += 1
+        job.lose_machine(lost)
+        agent = self.agents.pop(lost.name, None)
+        if agent is not None:
+            agent.kill()
+        for name, process in list(self.processes.items()):
+            if isinstance(process, MachineProcess) and process.machine == lost.name and process.alive:
+                process.kill()
+                self.world.after(self.world.between(0.05, 4.0), partial(self._start, name))
+        for zombie in self.zombies:
+            if isinstance(zombie, MachineProcess) and zombie.machine == lost.name and zombie.alive:
+                zombie.kill()
+        self.world.after(self.world.between(0.1, 2.0), partial(self._start_agent, job.machines[-1].name))
+
+    def _kill_agent(self) -> None:
+        killed = self.agents_killed
+        alive = {name for name, agent in self.agents.items() if agent.alive}
+        super()._kill_agent()
+        if self.job is not None and self.agents_killed > killed:
+            for machine in self.job.machines:
+                if machine.name in alive and not self.agents[machine.name].alive:
+                    self.job.lose_copies(machine)
+
+    def _new_worker(self) -> None:
+        name = f"new{len(self.processes)}"
+        self._names.append(name)
+        if self.job is not None and (not self.processes or self.world.chance(0.5)):
+            self._ranks.append(name)
+        self._start(name)
 
     def _fill_disk(self) -> None:
         self.world.tell("the store is full")
@@ -206,16 +299,23 @@ class WholeScenario(MachineScenario):
         self.links.cut_from.clear()
         self.roads.cut.clear()
         self._free_disk()
+        if self.job is not None:
+            self.job.faults_end()
         for replica in self.replicas.values():
             replica.wake()
             replica.start()
 
     # --- the end --------------------------------------------------------------------------------------------
 
+    def _planned(self) -> list[Process]:
+        return [process for process in self.processes.values() if not isinstance(process, ElasticProcess)]
+
     def _final(self) -> Cluster:
         cluster = self.log.new_cluster()
         for event in self.log.committed:
             cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
+        if self.job is not None and self._ranks:
+            self.job.check_end(cluster)
         return cluster
 
 

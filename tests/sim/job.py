@@ -727,6 +727,7 @@ class Life:
     def _ended(self, upload: Upload) -> None:
         checkpoint_id = upload.checkpoint.checkpoint_id
         del self.in_flight[checkpoint_id]
+        self.sim.ended(self, upload)
         self.news.append(
             SaveEnded(
                 checkpoint_id=checkpoint_id,
@@ -1682,6 +1683,9 @@ class Simulation:
 
     def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         """A manifest is in a destination."""
+
+    def ended(self, life: Life, upload: Upload) -> None:
+        """A save is over, in all destinations."""
 
     def removed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         """Retention has taken one out of it."""

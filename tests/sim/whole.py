@@ -47,6 +47,7 @@ class WholeScenario(MachineScenario):
         self.store_is_full = False
         self.part_bytes = 2_000
         self._tells = tells
+        self._next_look_s = 0.0
         super().__init__(seed)
         world = self.world
         cast = world.random.choice(["both", "elastic", "elastic", "planned"])
@@ -62,6 +63,7 @@ class WholeScenario(MachineScenario):
             self.elastic_fabric.processes = 10_000
             fabric, job = self.fabric, self.job
             self.oracle.existing = lambda: {str(s.checkpoint_id) for s in fabric.saved} | job.existing()
+            self.oracle.may_exist = lambda: {str(s.checkpoint_id) for s in fabric.saved} | job.ever_durable
 
     def _coordinate(self, limits: Limits) -> None:
         world = self.world
@@ -135,6 +137,15 @@ class WholeScenario(MachineScenario):
                 self.world.after(1.5, ask)
 
         ask()
+
+    def _is_over(self) -> bool:
+        """Looked at now and then: it asks everybody."""
+        if self.world.now_s < self._next_look_s:
+            return False
+        if super()._is_over():
+            return True
+        self._next_look_s = self.world.now_s + 0.1
+        return False
 
     # --- the run --------------------------------------------------------------------------------------------
 

@@ -369,7 +369,7 @@ class ElasticJob(Simulation):
         self.whole.counts["published"] += 1
         if max(destination.claims, default=0) > checkpoint.generation:
             self._late.add(str(checkpoint.checkpoint_id))
-        if self.faults_left and self.chance(0.03) and len(destination.checkpoints) > 2:
+        if self.faults_left and self.chance(0.06) and len(destination.checkpoints) > 2:
             # A torn write that the store has acknowledged: its digests do not match.
             self.whole.counts["torn writes"] += 1
             self._damage(destination.checkpoints[checkpoint.checkpoint_id], destination.name)
@@ -399,6 +399,15 @@ class ElasticJob(Simulation):
 
     def reaches(self, source: Machine, there: Machine) -> bool:
         return not self.whole.roads.is_cut(source.name, there.name)
+
+    def is_within_reach(self, life: Life, destination: Destination) -> bool:
+        return not self.whole.roads.is_cut(life.machines[0].name, destination.name)
+
+    def hears_of(self, life: Life, destination: Destination) -> bool:
+        is_lost = self.whole.roads.is_cut(destination.name, life.machines[0].name)
+        is_lost = is_lost or (bool(self.faults_left) and self.chance(0.03))
+        self.whole.counts["answers of a store lost"] += is_lost
+        return not is_lost
 
     def disturb(self) -> None:
         kinds = ["damage", "damage memory", "down", "down", "memory"]

@@ -238,9 +238,12 @@ class WholeScenario(MachineScenario):
         self.store.lose_majority(self.world.between(0.3, 6.0))
 
     def _cut_road(self) -> None:
-        """Between a machine and a coordinator, one way or both."""
+        """Between a machine and a coordinator, a destination or another machine, one way or both."""
         machine = self.world.random.choice(list(self.machine_names()))
-        one = self._someone().name
+        others = [name for name in self.machine_names() if name != machine]
+        if self.job is not None:
+            others += [destination.name for destination in self.job.destinations]
+        one = self.world.random.choice(others) if others and self.world.chance(0.3) else self._someone().name
         ways = [(machine, one), (one, machine)]
         if self.world.chance(0.7):
             ways = [self.world.random.choice(ways)]

@@ -272,14 +272,19 @@ class Machines:
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, BarrierTickets):
                 self._wait(machine, request, callers, reply)
+            elif isinstance(reply, Unavailable):
+                not_now(reply)
             else:
                 assert isinstance(reply, StrataError)
                 self._refuse(machine, callers, reply)
 
+        def not_now(refusal: Unavailable) -> None:
+            machine.end(str(refusal))  # The agent comes back, to whoever leads then, and they arrive again.
+
         try:
             self._engine.post(command, answered)
         except Unavailable as refusal:
-            machine.end(str(refusal))  # The agent comes back, and they arrive again.
+            not_now(refusal)
 
     def _wait(
         self,

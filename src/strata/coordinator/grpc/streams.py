@@ -234,7 +234,8 @@ class Streams:
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
-                session.push(wire.stale(reply))
+                if not isinstance(reply, Unavailable):
+                    session.push(wire.stale(reply))
                 session.end(str(reply))
 
         command = DeregisterWorker(
@@ -267,11 +268,17 @@ class Streams:
             answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code, cause)
 
         def answered(reply: Reply | StrataError) -> None:
-            if isinstance(reply, StrataError):
+            if isinstance(reply, Unavailable):
+                not_now(reply)
+            elif isinstance(reply, StrataError):
                 wait.close()
                 refused(reply)
             else:
                 wait.begin(reply)
+
+        def not_now(refusal: Unavailable) -> None:
+            wait.close()
+            session.end(str(refusal))  # The worker comes back, to whoever leads then, and arrives again.
 
         try:
             wait = self._sessions.waits.open(session.worker_id, deliver, owner=session)
@@ -281,8 +288,7 @@ class Streams:
         try:
             self._engine.post(wire.arrive(request), answered)
         except Unavailable as refusal:
-            wait.close()
-            session.end(str(refusal))  # The worker comes back and arrives again.
+            not_now(refusal)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

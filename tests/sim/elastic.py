@@ -243,7 +243,7 @@ class ElasticJob(Simulation):
         self._attempts: dict[int, int] = {}
         self._launch = 0
         self._late: set[str] = set()
-        self._known: dict[str, Machine] = {}
+        self._lost: dict[str, Machine] = {}
         self._data: dict[CheckpointId, str] = {}
 
     def _begin(self) -> None:
@@ -258,9 +258,12 @@ class ElasticJob(Simulation):
 
     def machine(self, name: str) -> Machine:
         """One that is lost, too: members are known by their names."""
-        for machine in self.machines:
-            self._known[machine.name] = machine
-        return self._known[name]
+        found = next((machine for machine in self.machines if machine.name == name), None)
+        return found if found is not None else self._lost[name]
+
+    def lose_machine(self, lost: Machine) -> None:
+        self._lost[lost.name] = lost
+        super().lose_machine(lost)
 
     def data_json(self, checkpoint: Checkpoint) -> str:
         name = checkpoint.checkpoint_id

@@ -45,7 +45,8 @@ class WholeScenario(MachineScenario):
         self.restores: Counter[tuple[int, str]] = Counter()
         """By life and source."""
         self.store_is_full = False
-        self.part_bytes = 2_000
+        self.part_bytes = 300 if seed % 5 == 0 else 2_000
+        """Some batches are several records."""
         self._tells = tells
         self._next_look_s = 0.0
         super().__init__(seed)

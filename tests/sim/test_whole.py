@@ -18,7 +18,6 @@ from strata.core.fleet.checkpoints import Checkpoints
 from strata.core.fleet.multiplexer import Multiplexer, StreamLost
 from strata.core.jobs import job as job_protocol
 from strata.core.jobs.lineage import CompletionOrder
-from strata.core.leadership import Leadership
 from strata.core.messages import ClockResumed
 from tests.sim import test_job, test_leadership, test_machines, test_simulation
 from tests.sim.scenario import SimulationFailed
@@ -106,10 +105,6 @@ def agents_stay_with_a_stream_that_is_lost(patch: Patch) -> None:
     patch(Multiplexer, "handle", stubborn)
 
 
-def leaders_never_step_down(patch: Patch) -> None:
-    patch(Leadership, "resign", lambda self: None)
-
-
 def what_superseded_generations_publish_is_restored(patch: Patch) -> None:
     patch(job_protocol.Fence, "refuses", lambda self, offer: False)
 
@@ -119,7 +114,6 @@ OF_THE_WHOLE = [
     what_a_failover_swallowed_is_never_reported,
     new_leaders_take_everybody_for_lost,
     agents_stay_with_a_stream_that_is_lost,
-    leaders_never_step_down,
     what_superseded_generations_publish_is_restored,
 ]
 

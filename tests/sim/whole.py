@@ -271,6 +271,14 @@ class WholeScenario(MachineScenario):
                 zombie.kill()
         self.world.after(self.world.between(0.1, 2.0), partial(self._start_agent, job.machines[-1].name))
 
+    def stop_short(self, process: ElasticProcess) -> None:
+        """It hangs for a while, and perhaps somebody starts another in its place meanwhile."""
+        if self.processes.get(str(process.worker_id)) is process and self.world.chance(0.6):
+            self._replace(process)
+        else:
+            process.freeze()
+        self.world.after(self.world.between(1.0, 9.0), process.wake)
+
     def _kill_agent(self) -> None:
         killed = self.agents_killed
         alive = {name for name, agent in self.agents.items() if agent.alive}

@@ -1557,16 +1557,22 @@ class Simulation:
 
     def lose_copies(self, machine: Machine) -> None:
         """An agent ends, and another starts in its place: what it kept is lost."""
+        self._lose_copies(machine)
         machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
         machine.copy_table.fence(self.run_name, machine.generation)
         self.copies_given_up = True
         self.tell(f"the agent of {machine.name} ends, with all copies")
+
+    def _lose_copies(self, machine: Machine) -> None:
+        for copy in machine.copies.values():  # Somebody may be about to read it.
+            copy.intact = False
 
     def lose_machine(self, lost: Machine) -> None:
         """Another comes in its place, under another name."""
         self.counts["machines lost"] += 1
         self.tell(f"machine {lost.name} is lost")
         self.machines.remove(lost)
+        self._lose_copies(lost)
         for life in self.lives:
             if lost in life.machines and not life.is_over:
                 left = [machine for machine in life.machines if machine in self.machines]

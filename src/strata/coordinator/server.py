@@ -385,7 +385,7 @@ class Server:
     ) -> TaskRunner | None:
         settings, runtime, election = self._settings, self.runtime, self._election
         assert runtime.task_secrets is not None
-        make_launcher = launcher_maker(settings)
+        make_launcher = launcher_maker(settings, term=election.term if election is not None else 0)
         if make_launcher is None:
             return None
         here = launching_place(settings) if election is not None else ""

@@ -17,7 +17,6 @@ from strata.coordinator.engine import Engine, StorageFull, Unavailable
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks.plans import Planner
-from strata.coordinator.tasks.secrets import Concealer
 from strata.core.cluster import Cluster
 from strata.core.fleet.tasks import ENDED, Task
 from strata.core.messages import (
@@ -37,6 +36,7 @@ from strata.core.messages import (
 from strata.core.telemetry.loglines import LineAssembler, LogLine
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
+from strata.launch.concealer import Concealer
 from strata.launch.protocol import (
     Capacity,
     Exited,
@@ -181,14 +181,9 @@ class TaskRunner:
         # Those that ended last as well: a coordinator that was killed may not have come to forget them.
         self._unended.update(list(cluster.tasks.tasks)[-FORGET_AGAIN:])
         self._unended.update(t.spec.task_id for t in cluster.tasks.tasks.values() if t.status not in ENDED)
-        plans = []
-        for task in running:
-            try:
-                plans.append(plan := self._planner.plan(cluster, task))
-                self._conceal[plan.run_id] = Concealer(plan.secrets)
-            except StrataError as error:
-                self._end(task.spec.task_id, task.attempt, _cannot_launch(error))
+        plans = [self._planner.plan_to_take_up(task) for task in running]
         for plan in plans:
+            self._conceal[plan.run_id] = Concealer(plan.secrets)
             await self._look_up_known(plan)
         await self._launcher.adopt(plans)
 

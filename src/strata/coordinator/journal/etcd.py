@@ -5,6 +5,7 @@
     leader              who leads, on a lease; created once in each term
     coordinators/NAME   where each coordinator is reached that has not been stopped
     ends/TASK/ATTEMPT   an attempt that ended on a standby's machine, until the leader has recorded it
+    attending/PLACE     a standby that looks after what it has started on its machine, on a lease
     log/POSITION        a record: a batch of events, or a part of one
     snapshot            which snapshot counts, and up to which position it goes
     snapshots/ID/N      its pieces
@@ -175,7 +176,7 @@ class EtcdLog:
 
     def campaign(self, leader: Leader, *, lease_s: float) -> tuple[Leader | None, str, int]:
         """Who leads now, this one's lease where it is this one, and the revision."""
-        lease = str(self.client.post("lease/grant", {"TTL": str(max(1, round(lease_s)))})["ID"])
+        lease = self.grant(lease_s)
         key = self.key("leader")
         body = msgspec.json.encode({"name": leader.name, "grpc": leader.grpc, "http": leader.http})
         answer = self.client.post(
@@ -203,6 +204,9 @@ class EtcdLog:
             found = None
         self.revoke(lease)
         return found, "", revision
+
+    def grant(self, lease_s: float) -> str:
+        return str(self.client.post("lease/grant", {"TTL": str(max(1, round(lease_s)))})["ID"])
 
     def renew(self, lease: str) -> bool:
         """Whether the lease lives on."""
@@ -389,8 +393,8 @@ class EtcdLog:
         found = self._range(body).get("kvs", ())
         return [(decode(kv["key"]).decode()[start:], decode(kv.get("value", ""))) for kv in found]
 
-    def keep(self, name: str, value: bytes) -> None:
-        self.client.post("kv/put", {"key": self.key(name), "value": encode(value)})
+    def keep(self, name: str, value: bytes, *, lease: str = "0") -> None:
+        self.client.post("kv/put", {"key": self.key(name), "value": encode(value), "lease": lease})
 
     def forget(self, name: str) -> None:
         self.client.post("kv/deleterange", {"key": self.key(name)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,10 +22,12 @@ from strata.coordinator.journal.space import Space
 from strata.core.messages import ValueSwapped
 from strata.etcd import encode
 from strata.rpc import coordinator_pb2 as pb
-from tests.harness.etcd_server import EtcdServer
+from tests.harness.etcd_server import EtcdCluster, EtcdServer
 from tests.service.clients import stub
-from tests.service.test_failover import SLOW_MACHINE_S, Pair
+from tests.service.test_failover import SLOW_MACHINE_S, Load, Pair, role, status
 from tests.support import eventually
+from tests.support_network import network
+from tests.support_proxy import Proxy
 
 MB = 1 << 20
 QUOTA_BYTES = 9 * MB
@@ -100,8 +103,8 @@ def test_etcd_without_space_refuses_changes_keeps_everybody_and_resumes(
         assert f"etcd at {small.endpoint} has no space left" in details
         assert "etcdctl defrag" in details
         assert ("etcdctl alarm disarm" in details) == (leave_bytes == 0)
-        status, answer = leader.post("/api/quarantine", {"host": "h", "reason": "r"})
-        assert (status, answer["code"]) == (507, "storage_full"), answer
+        code, answer = leader.post("/api/quarantine", {"host": "h", "reason": "r"})
+        assert (code, answer["code"]) == (507, "storage_full"), answer
 
         # Arrivals wait, heartbeats count: nobody is failed however long it lasts.
         released: list[int] = []
@@ -160,3 +163,60 @@ def test_an_append_waits_for_space_and_is_there_once(small: SmallEtcd, tmp_path:
         assert [each.version for each in found.load() if isinstance(each, ValueSwapped)] == [1, 2, 3]
         found.close()
     journal.close()
+
+
+@pytest.mark.parametrize("way", ["asked", "answered"])
+def test_a_leader_that_is_cut_off_from_etcd_in_one_direction_steps_down_and_changes_nothing_more(
+    tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdServer(tmp_path / "etcd")
+    etcd.start()
+    with ExitStack() as stack:
+        stack.callback(etcd.stop)
+        road = stack.enter_context(Proxy(etcd.port))
+        pair = Pair(tmp_path, etcd.endpoint, stack, journals=(road.address, etcd.endpoint))
+        old, new = pair.both
+        if pair.leader() is not old:
+            new.stop()
+            new._hold_ports()
+            eventually(lambda: pair.is_led_by(old), within_s=SLOW_MACHINE_S, what="the first leads")
+            new.start()
+        with Load(pair.both) as load:
+            load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+            road.swallows = frozenset({way})
+            eventually(lambda: pair.is_led_by(new), within_s=SLOW_MACHINE_S, what="the other leads")
+            load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+            assert role(old) != "leader"
+            road.swallows = frozenset()
+            road.cut()
+            eventually(
+                lambda: status(old).get("led_by") == new.address, within_s=SLOW_MACHINE_S, what="it follows"
+            )
+            load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+        load.check(new)
+        position = status(new)["position"]
+        eventually(lambda: status(old).get("position") == position, within_s=SLOW_MACHINE_S, what="caught up")
+
+
+def test_a_member_of_etcd_is_cut_off_and_nobody_notices(tmp_path: Path) -> None:
+    """The one that leads etcd, with whom the coordinator may be speaking: nothing refuses, it is only silent."""
+    with (
+        network(3) as machines,
+        EtcdCluster(tmp_path / "etcd", network=machines) as etcd,
+        ExitStack() as stack,
+    ):
+        pair = Pair(tmp_path, etcd.endpoints, stack)
+        leader = pair.leader()
+        with Load(pair.both) as load:
+            load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+            lost = etcd.members.index(etcd.leader())
+            machines.cut(lost)
+            for _ in range(20):
+                load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+            machines.heal(lost)
+            eventually(etcd.members[lost].healthy, within_s=SLOW_MACHINE_S, what="it is back")
+            load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
+        load.check(leader)
+        output = "".join(leader.output)
+        assert "no longer leads" not in output, output

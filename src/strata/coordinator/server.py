@@ -13,6 +13,7 @@ import socket
 import sqlite3
 import ssl
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -60,6 +61,7 @@ from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.messages import EndAttempt
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
+from strata.etcd import FAILURES, LeaseLost
 from strata.files import write_file
 from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
@@ -75,6 +77,8 @@ SHUTDOWN_S = 3.0
 AGAIN_S = 0.5
 """Between attempts of one that was deposed to start again."""
 COLLECT_S = 1.0
+ATTEND_S = 4.0
+"""After so long a standby is no longer taken for one that looks after its machine."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
@@ -155,6 +159,7 @@ class Server:
         self.metrics_port = 0
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._attends_no_more = threading.Event()
 
     def _agree_on_task_key(self, key: bytes) -> bytes:
         """Tasks outlive the coordinator that started them: the next one must know their tokens."""
@@ -353,10 +358,38 @@ class Server:
 
         runner = self._task_runner(report_end=report)
         if runner is not None:
-            await runner.run()
+            attending = asyncio.create_task(
+                asyncio.to_thread(self._say_that_attends, journal), name="saying that it attends"
+            )
+            try:
+                await runner.run()
+            finally:
+                self._attends_no_more.set()
+                await asyncio.gather(attending, return_exceptions=True)
+
+    def _say_that_attends(self, journal: EtcdJournal) -> None:
+        """In a thread, until `_attends_no_more`: the leader then says that nobody looks after what runs on this machine."""
+        etcd, lease = EtcdLog(journal.location, timeout_s=2.0), ""
+        place = launching_place(self._settings)
+        try:
+            while not self._attends_no_more.wait(ATTEND_S / 4):
+                with suppress(*FAILURES):
+                    try:
+                        if lease and etcd.renew(lease):
+                            continue
+                    except LeaseLost:
+                        pass
+                    lease = etcd.grant(ATTEND_S)
+                    with suppress(LeaseLost):
+                        etcd.keep(f"attending/{place}", b"", lease=lease)
+            if lease:
+                with suppress(*FAILURES):  # It runs out by itself.
+                    etcd.revoke(lease)
+        finally:
+            etcd.close()
 
     async def _collect_ends(self) -> None:
-        """What standbys report of runs on their machines."""
+        """What standbys report of runs on their machines, and who of them is there."""
         journal, runner = self._journal, self.runtime.tasks
         if not isinstance(journal, EtcdJournal) or runner is None:
             return
@@ -369,6 +402,8 @@ class Server:
         try:
             while True:
                 with suppress(ConnectionError, Unavailable):
+                    attended = await asyncio.to_thread(mailbox.under, "attending")
+                    runner.see_attended(place for place, _ in attended)
                     found = await asyncio.to_thread(mailbox.under, "ends")
                     ends = [msgspec.msgpack.decode(body, type=EndAttempt) for _, body in found]
                     runner.take_ends(ends, taken)
@@ -388,7 +423,7 @@ class Server:
     ) -> TaskRunner | None:
         settings, runtime, election = self._settings, self.runtime, self._election
         assert runtime.task_secrets is not None
-        make_launcher = launcher_maker(settings)
+        make_launcher = launcher_maker(settings, term=election.term if election is not None else 0)
         if make_launcher is None:
             return None
         here = launching_place(settings) if election is not None else ""

@@ -71,6 +71,7 @@ TIDY_EVERY_S = 600.0
 CLOSE_S = 5.0
 FORGOTTEN_S = 86_400.0
 """A stream that has no segments any more is forgotten after so long."""
+READ_ATTEMPTS = 3
 SEGMENT_LIMIT_BYTES = 64 << 20
 """What a segment may be when it is unpacked; none that is written here comes near."""
 
@@ -152,7 +153,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Unreadable(Exception):
-    """A segment that this version cannot read."""
+    """A segment that is damaged."""
+
+
+class _Newer(Exception):
+    """A segment that a newer version has written."""
 
 
 def pack_segment(segment: Segment) -> bytes:
@@ -162,8 +167,10 @@ def pack_segment(segment: Segment) -> bytes:
 
 def unpack_segment(body: bytes) -> Segment:
     version, _, packed = body.partition(b"\n")
+    if version.isdigit() and int(version[:9]) > FORMAT:
+        raise _Newer(f"its format is {int(version[:9])}, and this version reads formats up to {FORMAT}")
     if version != b"%d" % FORMAT:
-        raise _Unreadable(f"its format is {version[:16]!r}, and this version reads {FORMAT}")
+        raise _Unreadable("it has no known format")
     try:
         unpacking = zlib.decompressobj()
         plain = unpacking.decompress(packed, SEGMENT_LIMIT_BYTES)
@@ -450,6 +457,7 @@ class Archive:
         self._owners: dict[str, tuple[tuple[object, ...], Owner]] = {}
         self._looked_at: dict[str, tuple[object, ...]] = {}
         self._unreadable: set[str] = set()
+        self._attempts: dict[str, int] = {}
         self._missing: dict[str, str] = {}
         """Streams of which the end is missing, and the address of their coordinator."""
         self._said_for_term = -1
@@ -584,7 +592,7 @@ class Archive:
                 if position is None:
                     return
                 continue
-            if self._looked_at.get(key) == _mark(blob) or key in self._unreadable:
+            if self._looked_at.get(key) == _mark(blob):
                 return
             assert position is not None
             try:
@@ -593,9 +601,17 @@ class Archive:
                     return  # The disk is full, or this coordinator stops: later.
             except NotFound:
                 continue  # It was too old in between.
-            except (_Unreadable, ValueError, InvalidArgument, msgspec.MsgspecError) as error:
+            except _Newer as error:
                 self._refuse(key, str(error))
-                return
+                return  # Whoever is upgraded reads on.
+            except (_Unreadable, ValueError, InvalidArgument, msgspec.MsgspecError) as error:
+                is_last = max(_numbers(store, kind, stream), default=0) <= position.number
+                if is_last or self._is_to_be_read_again(key):
+                    return  # The newest may yet be written again.
+                self._refuse(key, str(error))
+                rows, then = (), Position(position.number + 1)
+                if not sink.take_in(stream, then, rows):
+                    return
             if rows:
                 self._arrived(stream)
             if then.number == position.number:
@@ -607,8 +623,7 @@ class Archive:
     def _continue_at(
         self, store: Store, kind: Kind, stream: str, position: Position | None
     ) -> Position | None:
-        keys = (_KEY.fullmatch(blob.key) for blob in store.list(f"{kind}/{stream}/"))
-        found = next_of(position, [int(key[3]) for key in keys if key is not None])
+        found = next_of(position, _numbers(store, kind, stream))
         if found is None or found == position:
             return None
         if position is not None:
@@ -620,6 +635,11 @@ class Archive:
                 self._owners[stream][1].address,
             )
         return found
+
+    def _is_to_be_read_again(self, key: str) -> bool:
+        """What is damaged may have been so on its way."""
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        return self._attempts[key] < READ_ATTEMPTS
 
     def _refuse(self, key: str, why: str) -> None:
         if key not in self._unreadable:
@@ -687,6 +707,11 @@ def _rows_of(entries: Sequence[LogView]) -> list[bytes]:
 
 def _key(kind: Kind, stream: str, number: int) -> str:
     return f"{kind}/{stream}/{number:012d}"
+
+
+def _numbers(store: Store, kind: Kind, stream: str) -> list[int]:
+    keys = (_KEY.fullmatch(blob.key) for blob in store.list(f"{kind}/{stream}/"))
+    return [int(key[3]) for key in keys if key is not None]
 
 
 def _mark(blob: Blob) -> tuple[object, ...]:

@@ -174,6 +174,8 @@ class LogArchive:
             if self._closing:
                 return None
             self._imports.append(each)
+            self._hurry = True
+            self._changed.notify_all()
         each.done.wait()
         return each.stored
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from strata import TrainingOrchestrator
 from strata.rpc import coordinator_pb2 as pb
@@ -56,6 +57,14 @@ def losses(coordinator: Coordinator) -> dict[int, float]:
     return dict(zip(curve["steps"], curve["values"], strict=True))
 
 
+def metrics(coordinator: Coordinator) -> dict[str, float]:
+    _, page = coordinator.call("GET", "/metrics")
+    families = text_string_to_metric_families(page.decode())
+    return {
+        sample.name: sample.value for family in families for sample in family.samples if not sample.labels
+    }
+
+
 def log_losses(outbox: MetricOutbox, steps: range) -> None:
     values = b"".join(struct.pack("<d", 1.0 / (1 + step)) for step in steps)
     times = [1.7e9 + step for step in steps]
@@ -85,10 +94,21 @@ def test_logs_and_metrics_survive_a_failover_to_another_disk_and_continue(pair: 
             what="a standby shows what the leader gathers",
         )
         assert new.get("/api/status")["role"] == "standby"
+        led, follows = metrics(old), metrics(new)
+        assert (led["strata_leader"], follows["strata_leader"]) == (1, 0)
+        assert led["strata_leader_term"] == follows["strata_leader_term"] > 0
+        assert (led["strata_elections_total"], led["strata_standby_behind_records"]) == (1, 0)
+        assert led["strata_archive_uploads_total"] > 0
         old.kill()
         eventually(lambda: pair.is_led_by(new), within_s=SLOW_MACHINE_S, what="the other one leads")
         assert lines(new, "before") == before
         assert losses(new) == wanted
+        leads = metrics(new)
+        assert leads["strata_leader"] == 1
+        assert leads["strata_leader_term"] > led["strata_leader_term"]
+        assert leads["strata_elections_total"] == follows["strata_elections_total"] + 1
+        assert leads["strata_journal_records"] >= led["strata_journal_records"] > 0
+        assert leads["strata_journal_bytes"] >= led["strata_journal_bytes"] > 0
         assert worker.wait_connected()
         for number in range(50):
             logger.warning("after %d", number)

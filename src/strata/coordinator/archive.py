@@ -471,6 +471,10 @@ class Archive:
     def stream(self) -> str:
         return self.outbox.stream
 
+    def lag_s(self) -> float:
+        """How old the oldest record is that is here alone."""
+        return self.outbox.lag_s(time.time())
+
     def gather(
         self, logs: LogStore, history: RunHistory | None, in_loop: Callable[[Callable[[], None]], None]
     ) -> None:

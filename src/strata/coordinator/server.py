@@ -42,6 +42,7 @@ from strata.coordinator.journal.sqlite import SqliteJournal, lock_directory
 from strata.coordinator.leadership import Election
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
+from strata.coordinator.metrics.collectors import ArchiveCollector
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.notify.settings import NotifySettings
@@ -143,6 +144,7 @@ class Server:
         self._archive = _open_archive(settings, self._space)
         if self._archive is not None:
             self._archive.gather(self.runtime.logs, self.runtime.run_history, self._in_loop)
+            self.runtime.metrics.registry.register(ArchiveCollector(self._archive))
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),

@@ -119,7 +119,7 @@ async def _rows(load: Load) -> list[Row]:
 
 @asynccontextmanager
 async def _beating(fleet: Fleet) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.beat_at_1_hz())
+    task = asyncio.create_task(fleet.beat(every_s=1.0))
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
     page = Watched()
     with served_coordinator() as coordinator:
         async with Fleet(coordinator, 1_000) as fleet:
-            beating = asyncio.create_task(fleet.beat_at_1_hz())
+            beating = asyncio.create_task(fleet.beat(every_s=1.0))
             with page:
                 page.before_every_page(USEFUL)
                 await asyncio.to_thread(page.open, f"http://{HOST}:{coordinator.http_port}/logs")

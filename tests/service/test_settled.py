@@ -22,6 +22,7 @@ from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
 from strata.coordinator.journal.protocol import JournalError
 from strata.coordinator.journal.sqlite import SqliteJournal
+from strata.coordinator.leadership import Standby
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.runtime import Runtime
 from strata.coordinator.tasks.secrets import TaskSecrets
@@ -232,3 +233,34 @@ async def test_who_reads_gets_a_turn_between_two_commits_however_many_follow(tmp
             await served.calls.Heartbeat(beat, timeout=10.0)
         over = True
         await asyncio.gather(*writing)
+
+
+ARRIVAL = pb.WaitBarrierRequest(barrier_id="b", step=1, call_id=b"one")
+
+
+@pytest.mark.parametrize("arrives", ["by itself", "by its machine"])
+async def test_a_deposed_leader_ends_sessions_instead_of_answering_them(tmp_path: Path, arrives: str) -> None:
+    """The worker comes back, finds who leads and says it again. It is not refused, and not told that it is stale."""
+    async with coordinator(tmp_path) as served:
+        one, _ = await served.register("a"), await served.register("b")
+
+        async def deposed() -> None:
+            raise Standby(None)
+
+        served.engine.confirmed = deposed
+        stream = served.calls.Session()
+        if arrives == "by its machine":
+            await stream.write(pb.WorkerMessage(machine=pb.MachineHello(host="h")))
+            attach = pb.Attach(worker_id="a", incarnation=one.incarnation)
+            await stream.write(pb.WorkerMessage(member=1, attach=attach))
+            arrivals = pb.Arrivals(barrier=ARRIVAL, members=[1], call_ids=[b"one"])
+            await stream.write(pb.WorkerMessage(arrivals=arrivals))
+        else:
+            await stream.write(pb.WorkerMessage(hello=pb.Hello(worker_id="a", incarnation=one.incarnation)))
+            await stream.write(pb.WorkerMessage(barrier=ARRIVAL))
+        heard = set()
+        with suppress(grpc.aio.AioRpcError):
+            async with asyncio.timeout(PATIENCE_S):
+                while (message := await stream.read()) is not grpc.aio.EOF:
+                    heard.add(message.WhichOneof("body"))
+        assert not heard & {"barrier", "outcomes", "stale"}

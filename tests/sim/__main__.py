@@ -1,13 +1,18 @@
-"""Run simulations by hand: `python -m tests.sim --seed 17 --story`, or `--runs 5000` to look for trouble."""
+"""Run simulations by hand: `python -m tests.sim --seed 17 --story`, or `--whole --runs 5000` to look for trouble.
+
+Python, msgspec and numpy are all that it needs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import time
 from collections import Counter
+from pathlib import Path
 
-from tests.sim import leadership
+from tests.sim import leadership, whole
 from tests.sim.job import Simulation, simulate
 
 
@@ -24,9 +29,18 @@ def main() -> None:
     parser.add_argument(
         "--machines", action="store_true", help="with agents that speak for the workers of their machines"
     )
+    parser.add_argument(
+        "--whole", action="store_true", help="coordinators, agents, workers and a job together, in one world"
+    )
+    parser.add_argument("--processes", type=int, help="with --whole: on so many processors (default: all)")
+    parser.add_argument("-o", "--output", type=Path, help="with --whole: write the result here, as JSON")
     parser.add_argument("--story", action="store_true", help="print everything that happened")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    if arguments.whole:
+        if not run_whole(seeds, arguments.story, arguments.processes, arguments.output):
+            raise SystemExit(1)
+        return
     if arguments.job:
         run_jobs(seeds, story=arguments.story)
         return
@@ -44,6 +58,42 @@ def main() -> None:
             if arguments.story:
                 print("\n".join(scenario.world.story))
         print(result)
+
+
+def run_whole(seeds: range, story: bool, processes: int | None, output: Path | None) -> bool:
+    """Whether every schedule held. The first that does not ends the search; its story is printed."""
+    if story:
+        for seed in seeds:
+            scenario = whole.WholeScenario(seed)
+            try:
+                print(scenario.simulate())
+            finally:
+                print("\n".join(scenario.world.story))
+        return True
+    began_s, counts, done, failure = time.monotonic(), Counter[str](), 0, ""
+    with multiprocessing.Pool(processes) as pool:
+        try:
+            for done, found in enumerate(pool.imap_unordered(whole.simulate, seeds, chunksize=10), 1):
+                counts.update(found.counts)
+                if done % 1_000 == 0 or done == len(seeds):
+                    print(f"{done:,} schedules, {time.monotonic() - began_s:.0f} s", flush=True)
+        except AssertionError as error:
+            failure = str(error)
+    result = {
+        "first_seed": seeds.start,
+        "last_seed": seeds.stop - 1,
+        "schedules": done,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "processes": processes or multiprocessing.cpu_count(),
+        "failure": failure,
+        "counts": dict(sorted(counts.items())),
+    }
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result | {"failure": bool(failure)}, indent=2))
+    if failure:
+        print(failure)
+    return not failure
 
 
 def run_leadership(seeds: range, *, story: bool) -> None:

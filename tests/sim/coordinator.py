@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from strata.coordinator.engine import when_full
 from strata.coordinator.journal import codec
@@ -87,17 +87,190 @@ class Disk:
         return [codec.decode(kind, body) for kind, body in (*self._snapshot, *self._tail)]
 
 
-class SimCoordinator:
+class Reachable(Protocol):
+    """What a client knows of whoever coordinates."""
+
+    @property
+    def listener(self) -> Oracle: ...
+
+    def receive(self, request: Request) -> None: ...
+
+    def beat(self, worker: WorkerId, incarnation: int, *, connects: bool) -> None: ...
+
+    def dropped(self, worker: WorkerId, incarnation: int) -> None: ...
+
+
+class Hosting(Reachable, Protocol):
+    """What a stream needs of its other end."""
+
+    @property
+    def boot(self) -> int: ...
+
+    @property
+    def is_up(self) -> bool: ...
+
+    def admit(self, worker: WorkerId, incarnation: int) -> None: ...
+
+
+class Decisions:
+    """One batch after another: decide and apply, make it durable, and only then answer."""
+
+    world: World
+    cluster: Cluster | None
+    observer: Oracle
+    """Who watches what is decided."""
+    listener: Oracle
+    """Who watches what is answered."""
+    _queue: list[Request]
+    _waiting: dict[Round, list[Request]]
+    _for_space: list[Request]
+    _is_full: bool
+
+    @property
+    def is_writing(self) -> bool:
+        raise NotImplementedError
+
+    def _now(self) -> Instant:
+        raise NotImplementedError
+
+    def _write(self, events: list[Event], answers: list[Callable[[], None]]) -> None:
+        raise NotImplementedError
+
+    def _answer(self, answers: list[Callable[[], None]]) -> None:
+        """What was decided needs no writing."""
+        raise NotImplementedError
+
+    def _say(self, request: Request, answer: object) -> None:
+        raise NotImplementedError
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    def _process(self, *, tick: bool = False) -> None:
+        if self.is_writing or self.cluster is None:
+            return
+        now, cluster = self._now(), self.cluster
+        batch, self._queue = self._queue, []
+        events: list[Event] = []
+        answers: list[Callable[[], None]] = []
+        for request in batch:
+            if callable(request.what):
+                answers.append(partial(self._answer_query, request))
+                continue
+            if self._is_full and (fate := when_full(request.what)) != "decide":
+                self.listener.storage_refusals += 1
+                if fate == "wait":
+                    self._for_space.append(request)
+                continue  # Refused, and asked again later.
+            events += self._decide(request, request.what, now, answers)
+        if tick:
+            events += self._apply(cluster, Tick(), now)
+        if cluster.plans_are_stale:
+            events += self._apply(cluster, Rebalance(), now)
+        answers += [partial(self._end, event) for event in events if isinstance(event, Outcome)]
+        self.observer.settled(cluster, events)
+        hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
+        if not hard:
+            self._answer(answers)
+            return
+        self._write(hard, answers)
+
+    def _decide(
+        self, request: Request, command: Command, now: Instant, answers: list[Callable[[], None]]
+    ) -> list[Event]:
+        assert self.cluster is not None
+        try:
+            decision = self.cluster.handle(command, now)
+        except Refused as refusal:
+            self.observer.refused(command, refusal)
+            answers.append(partial(self._reply, request, refusal))
+            return []
+        reply = decision.reply
+        if isinstance(command, ArriveTogether):
+            assert isinstance(reply, BarrierTickets)
+            answers += self._tickets(request, command, reply, decision.events)
+            return list(decision.events)
+        self.observer.decided(command, decision.events)
+        if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
+            self.observer.reconciled(self.cluster, command)
+        if isinstance(command, ReportRecovery):
+            self.observer.recovered(self.cluster, command)
+        if isinstance(reply, BarrierTicket):
+            answers.append(partial(self._wait, request, reply))
+        else:
+            answers.append(partial(self._reply, request, reply))
+        return list(decision.events)
+
+    def _tickets(
+        self, request: Request, command: ArriveTogether, reply: BarrierTickets, events: Sequence[Event]
+    ) -> list[Callable[[], None]]:
+        assert request.each is not None
+        answers: list[Callable[[], None]] = []
+        accepted = []
+        for arrival, ticket in zip(command.arrivals, reply.tickets, strict=True):
+            alone = Request(
+                worker=request.worker, what=arrival, answer=partial(request.each, arrival), each=request.each
+            )
+            if isinstance(ticket, Refused):
+                self.observer.refused(arrival, ticket)
+                answers.append(partial(self._reply, alone, ticket))
+            else:
+                accepted.append(arrival)
+                answers.append(partial(self._wait, alone, ticket))
+        self.observer.decided_together(accepted, events)
+        return answers
+
+    def _apply(self, cluster: Cluster, command: Command, now: Instant) -> list[Event]:
+        decision = cluster.handle(command, now)
+        self.observer.decided(command, decision.events)
+        return list(decision.events)
+
+    # --- answers: only ever about what is durable -----------------------------------------------------------
+
+    def _answer_query(self, request: Request) -> None:
+        assert self.cluster is not None
+        assert callable(request.what)
+        try:
+            self._reply(request, request.what(self.cluster))
+        except Refused as refusal:
+            self._reply(request, refusal)
+
+    def _wait(self, request: Request, ticket: BarrierTicket) -> None:
+        if ticket.outcome is not None:
+            self._tell_outcome(request, ticket.outcome)
+            return
+        key = (str(ticket.job_id), ticket.barrier_id, ticket.step, ticket.round)
+        self._waiting.setdefault(key, []).append(request)
+
+    def _end(self, outcome: Outcome) -> None:
+        key = (str(outcome.job_id), outcome.barrier_id, outcome.step, outcome.round)
+        for request in self._waiting.pop(key, []):
+            self._tell_outcome(request, outcome)
+
+    def _tell_outcome(self, request: Request, outcome: Outcome) -> None:
+        assert isinstance(request.what, ArriveAtBarrier)
+        self.listener.told(request.what, outcome)
+        self._reply(request, outcome)
+
+    def _reply(self, request: Request, answer: object) -> None:
+        if not isinstance(answer, Refused) and not callable(request.what):
+            self.listener.acknowledged(request.what, answer)
+        if request.each is not None:
+            request.answer(answer)
+            return
+        self._say(request, answer)
+
+
+class SimCoordinator(Decisions):
     def __init__(self, world: World, network: Network, limits: Limits, oracle: Oracle) -> None:
         self.world = world
         self.network = network
-        self.oracle = oracle
+        self.oracle = self.observer = self.listener = oracle
         self.wall_s = 1_700_000_000.0
         self._limits = limits
         self._disk = Disk()
         self._boot = 0
         self._mono_offset_s = 0.0
-        self.cluster: Cluster | None = None
+        self.cluster = None
         self._queue: list[Request] = []
         self._waiting: dict[Round, list[Request]] = {}
         self._unwritten: list[Event] | None = None
@@ -164,6 +337,14 @@ class SimCoordinator:
     def boot(self) -> int:
         return self._boot
 
+    @property
+    def is_up(self) -> bool:
+        return self.cluster is not None
+
+    def admit(self, worker: WorkerId, incarnation: int) -> None:
+        assert self.cluster is not None
+        self.cluster.membership.admit(worker, incarnation=incarnation)
+
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         """An action of this boot: it dies with it."""
         boot = self._boot
@@ -205,86 +386,14 @@ class SimCoordinator:
         self._process(tick=True)
         self._later(TICK_S, self._tick)
 
-    # --- one batch ------------------------------------------------------------------------------------------
+    # --- what is durable ---------------------------------------------------------------------------------------
 
-    def _process(self, *, tick: bool = False) -> None:
-        if self._unwritten is not None or self.cluster is None:
-            return
-        now, cluster = self._now(), self.cluster
-        batch, self._queue = self._queue, []
-        events: list[Event] = []
-        answers: list[Callable[[], None]] = []
-        for request in batch:
-            if callable(request.what):
-                answers.append(partial(self._answer_query, request))
-                continue
-            if self._is_full and (fate := when_full(request.what)) != "decide":
-                self.oracle.storage_refusals += 1
-                if fate == "wait":
-                    self._for_space.append(request)
-                continue  # Refused, and asked again later.
-            events += self._decide(request, request.what, now, answers)
-        if tick:
-            events += self._apply(cluster, Tick(), now)
-        if cluster.plans_are_stale:
-            events += self._apply(cluster, Rebalance(), now)
-        answers += [partial(self._end, event) for event in events if isinstance(event, Outcome)]
-        self.oracle.settled(cluster, events)
-        hard: list[Event] = [event for event in events if not isinstance(event, SOFT_EVENTS)]
-        if not hard:
-            self._answer(answers)
-            return
-        self._write(hard, answers)
+    @property
+    def is_writing(self) -> bool:
+        return self._unwritten is not None
 
-    def _decide(
-        self, request: Request, command: Command, now: Instant, answers: list[Callable[[], None]]
-    ) -> list[Event]:
-        assert self.cluster is not None
-        try:
-            decision = self.cluster.handle(command, now)
-        except Refused as refusal:
-            self.oracle.refused(command, refusal)
-            answers.append(partial(self._reply, request, refusal))
-            return []
-        reply = decision.reply
-        if isinstance(command, ArriveTogether):
-            assert isinstance(reply, BarrierTickets)
-            answers += self._tickets(request, command, reply, decision.events)
-            return list(decision.events)
-        self.oracle.decided(command, decision.events)
-        if isinstance(command, ReconcileCheckpoints) and isinstance(reply, Reconciled) and reply.made:
-            self.oracle.reconciled(self.cluster, command)
-        if isinstance(command, ReportRecovery):
-            self.oracle.recovered(self.cluster)
-        if isinstance(reply, BarrierTicket):
-            answers.append(partial(self._wait, request, reply))
-        else:
-            answers.append(partial(self._reply, request, reply))
-        return list(decision.events)
-
-    def _tickets(
-        self, request: Request, command: ArriveTogether, reply: BarrierTickets, events: Sequence[Event]
-    ) -> list[Callable[[], None]]:
-        assert request.each is not None
-        answers: list[Callable[[], None]] = []
-        accepted = []
-        for arrival, ticket in zip(command.arrivals, reply.tickets, strict=True):
-            alone = Request(
-                worker=request.worker, what=arrival, answer=partial(request.each, arrival), each=request.each
-            )
-            if isinstance(ticket, Refused):
-                self.oracle.refused(arrival, ticket)
-                answers.append(partial(self._reply, alone, ticket))
-            else:
-                accepted.append(arrival)
-                answers.append(partial(self._wait, alone, ticket))
-        self.oracle.decided_together(accepted, events)
-        return answers
-
-    def _apply(self, cluster: Cluster, command: Command, now: Instant) -> list[Event]:
-        decision = cluster.handle(command, now)
-        self.oracle.decided(command, decision.events)
-        return list(decision.events)
+    def _say(self, request: Request, answer: object) -> None:
+        self.network.send(request.worker, lambda: request.answer(answer))
 
     def _write(self, events: list[Event], answers: list[Callable[[], None]]) -> None:
         self._unwritten = events
@@ -336,41 +445,6 @@ class SimCoordinator:
             return
         for answer in answers:
             answer()
-
-    # --- answers: only ever about what is durable -----------------------------------------------------------
-
-    def _answer_query(self, request: Request) -> None:
-        assert self.cluster is not None
-        assert callable(request.what)
-        try:
-            self._reply(request, request.what(self.cluster))
-        except Refused as refusal:
-            self._reply(request, refusal)
-
-    def _wait(self, request: Request, ticket: BarrierTicket) -> None:
-        if ticket.outcome is not None:
-            self._tell_outcome(request, ticket.outcome)
-            return
-        key = (str(ticket.job_id), ticket.barrier_id, ticket.step, ticket.round)
-        self._waiting.setdefault(key, []).append(request)
-
-    def _end(self, outcome: Outcome) -> None:
-        key = (str(outcome.job_id), outcome.barrier_id, outcome.step, outcome.round)
-        for request in self._waiting.pop(key, []):
-            self._tell_outcome(request, outcome)
-
-    def _tell_outcome(self, request: Request, outcome: Outcome) -> None:
-        assert isinstance(request.what, ArriveAtBarrier)
-        self.oracle.told(request.what, outcome)
-        self._reply(request, outcome)
-
-    def _reply(self, request: Request, answer: object) -> None:
-        if not isinstance(answer, Refused) and not callable(request.what):
-            self.oracle.acknowledged(request.what, answer)
-        if request.each is not None:
-            request.answer(answer)
-            return
-        self.network.send(request.worker, lambda: request.answer(answer))
 
 
 def _brief(event: Event) -> str:

@@ -432,6 +432,7 @@ class Life:
         tiers = {source.offer.tier for source in sources} | {instruction.load.offer.tier}
         self.sim.counts["restored from peers"] += self.sim.needed_peers(self, loaded)
         self.sim.tell(f"{self} resumes at step {self.step} from {', '.join(sorted(tiers))}")
+        self.sim.restored(self, instruction)
 
     def _survey(self, rank: int, machine: Machine) -> Survey:
         offers = self._offers_in_memory(rank, machine)
@@ -781,6 +782,7 @@ class Life:
         destination.checkpoints[published.checkpoint_id] = published
         upload.reached.append(destination.name)
         sim.tell(f"{published.checkpoint_id} of {self} is in {destination.name}")
+        sim.published(self, destination, published)
         if is_superseded(upload.checkpoint.generation, list(destination.claims)):
             upload.superseded = f"{destination.name}: superseded"
             return  # Its retention would remove what the newer generation continues from.
@@ -790,6 +792,7 @@ class Life:
             sim.check_removal(self, destination, gone)
             destination.checkpoints.pop(gone.checkpoint_id, None)
             destination.parts.difference_update((gone.checkpoint_id, part) for part in gone.parts)
+            sim.removed(self, destination, gone)
 
     def _removable(self, destination: Destination) -> list[Checkpoint]:
         own = [c for c in destination.checkpoints.values() if c.placement.run in ("", self.sim.run_name)]
@@ -1256,7 +1259,7 @@ class Simulation:
         self.random = Random(seed)
         self.story: list[str] = []
         self.instructions = 0
-        self.now_s = 0.0
+        self.clock_s = 0.0
         pick = self.random.randint
         self.total_steps = pick(12, 40)
         self.samples_per_step = pick(2, 5)
@@ -1327,9 +1330,16 @@ class Simulation:
             0,
         )
         self._place_foreign_checkpoint()
+        self._begin()
+
+    def _begin(self) -> None:
         self.start_life(launch="launch-0")
 
     # --- chance and time ------------------------------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self.clock_s
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -1392,7 +1402,7 @@ class Simulation:
                 life.is_frozen = False
                 self.tell(f"{life} wakes up")
         alive = [life for life in self.lives if life.is_alive]
-        self.now_s += TICK_S / 4
+        self.clock_s += TICK_S / 4
         if self.senders and self.chance(0.3):
             machine, task = self.random.choice(self.senders)
             try:
@@ -1482,6 +1492,9 @@ class Simulation:
                 "leave",
             ]
         )
+        self.strike(kind)
+
+    def strike(self, kind: str) -> None:
         current = self.lives[-1]
         if kind == "crash" and current.is_alive:
             self.counts["crashes"] += 1
@@ -1489,19 +1502,7 @@ class Simulation:
         elif kind == "rank" and current.is_alive:
             current.lose_ranks(current.machines, "loses a rank")
         elif kind == "machine":
-            lost = self.random.choice(self.machines)
-            self.counts["machines lost"] += 1
-            self.tell(f"machine {lost.name} is lost")
-            self.machines.remove(lost)
-            for life in self.lives:
-                if lost in life.machines and not life.is_over:
-                    left = [machine for machine in life.machines if machine in self.machines]
-                    life.lose_ranks(left if self.chance(0.5) else (), f"is lost with {lost.name}")
-            self.machines.append(Machine(name=f"m{self.machines_made}"))
-            self.machines_made += 1
-            self._furnish(self.machines[-1])
-            self.senders = [(machine, task) for machine, task in self.senders if machine is not lost]
-            self.copies_given_up = True
+            self.lose_machine(self.random.choice(self.machines))
         elif kind == "freeze" and current.is_alive:
             self.counts["zombies"] += 1
             current.is_frozen = True
@@ -1540,15 +1541,32 @@ class Simulation:
             machine.memory_fails = not machine.memory_fails
             self.copies_given_up = True
         elif kind == "peer":
-            # An agent ends, and another starts in its place: what it kept is lost.
-            machine = self.random.choice(self.machines)
-            machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
-            machine.copy_table.fence(self.run_name, machine.generation)
-            self.copies_given_up = True
-            self.tell(f"the agent of {machine.name} ends, with all copies")
+            self.lose_copies(self.random.choice(self.machines))
         elif kind == "leave" and current.is_alive:
             current.asked_to_leave = True
             self.tell(f"{current} is asked to leave")
+
+    def lose_copies(self, machine: Machine) -> None:
+        """An agent ends, and another starts in its place: what it kept is lost."""
+        machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
+        machine.copy_table.fence(self.run_name, machine.generation)
+        self.copies_given_up = True
+        self.tell(f"the agent of {machine.name} ends, with all copies")
+
+    def lose_machine(self, lost: Machine) -> None:
+        """Another comes in its place, under another name."""
+        self.counts["machines lost"] += 1
+        self.tell(f"machine {lost.name} is lost")
+        self.machines.remove(lost)
+        for life in self.lives:
+            if lost in life.machines and not life.is_over:
+                left = [machine for machine in life.machines if machine in self.machines]
+                life.lose_ranks(left if self.chance(0.5) else (), f"is lost with {lost.name}")
+        self.machines.append(Machine(name=f"m{self.machines_made}"))
+        self.machines_made += 1
+        self._furnish(self.machines[-1])
+        self.senders = [(machine, task) for machine, task in self.senders if machine is not lost]
+        self.copies_given_up = True
 
     # --- copies on other machines -----------------------------------------------------------------------------
 
@@ -1606,7 +1624,9 @@ class Simulation:
         self._check_placed(machine, holders, chosen, roster)
         for peer in chosen:
             there = next((each for each in self.machines if each.name == peer.machine), None)
-            outcome = "lost" if there is None else (yield from self._copy_to(there, image, slot, is_there))
+            outcome = (
+                "lost" if there is None else (yield from self._copy_to(machine, there, image, slot, is_there))
+            )
             if outcome != "complete":
                 refusing.add(peer.machine)
                 self.copies_given_up = True
@@ -1619,7 +1639,7 @@ class Simulation:
             del machine.sending[key]
 
     def _copy_to(
-        self, there: Machine, image: Checkpoint, slot: str, is_there: Callable[[], bool]
+        self, source: Machine, there: Machine, image: Checkpoint, slot: str, is_there: Callable[[], bool]
     ) -> Generator[None, None, str]:
         copy = Copy(
             run=image.placement.run,
@@ -1644,6 +1664,7 @@ class Simulation:
         for _ in range(self.random.randint(1, 12)):
             yield
             is_cut = not image.intact or (bool(self.faults_left) and self.chance(0.02))
+            is_cut = is_cut or not self.reaches(source, there)
             if is_cut or not is_there() or there not in self.machines or there.copy_table is not copy_table:
                 # What was sent is not what its digests say, or not all of it; who is lost has nothing.
                 copy_table.abandon(copy)
@@ -1655,6 +1676,18 @@ class Simulation:
         self.counts["copies"] += 1
         self.tell(f"{slot} of {copy.checkpoint_id} is with {there.name}")
         return "complete"
+
+    def reaches(self, source: Machine, there: Machine) -> bool:
+        return True
+
+    def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
+        """A manifest is in a destination."""
+
+    def removed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
+        """Retention has taken one out of it."""
+
+    def restored(self, life: Life, resume: Resume) -> None:
+        """A life continues."""
 
     def _check_placed(
         self, machine: Machine, holders: set[str], chosen: list[Peer], roster: list[Peer]

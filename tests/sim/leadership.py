@@ -12,9 +12,10 @@ asked for, and whoever begins to lead has the state that the whole log leads to.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -22,7 +23,7 @@ from typing import Any, cast
 import msgspec
 
 from strata.coordinator.journal import codec
-from strata.core.cluster import Cluster
+from strata.core.cluster import Cluster, Limits
 from strata.core.leadership import (
     Appender,
     Campaign,
@@ -68,6 +69,7 @@ OPERATIONS = 8
 """That each client must get done after the faults."""
 PART_BYTES = 300
 SNAPSHOT_CHANCE = 0.1
+ENDLESS = limits(heartbeat_timeout_s=1e9, disconnect_grace_s=1e9, barrier_timeout_s=1e9)
 Reply = Callable[[Any], None]
 
 
@@ -75,11 +77,13 @@ def encode_events(events: list[Event]) -> bytes:
     return msgspec.msgpack.encode([(codec.kind_of(event), codec.encode(event)) for event in events])
 
 
-def decode_events(body: bytes) -> list[Event]:
-    return [
+@functools.lru_cache(maxsize=256)
+def decode_events(body: bytes) -> tuple[Event, ...]:
+    """Read by every coordinator, and the same for each."""
+    return tuple(
         codec.decode(kind, event)
         for kind, event in msgspec.msgpack.decode(body, type=list[tuple[str, bytes]])
-    ]
+    )
 
 
 @dataclass(frozen=True)
@@ -242,15 +246,15 @@ class Links:
 
 
 class Oracle:
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, limits: Limits = ENDLESS) -> None:
+        self.world, self.limits = world, limits
         self.committed: list[Event] = []
         self._tail = Tail()
         self._landed: dict[int, Record] = {}
         self._versions: dict[str, int] = {}
         """By key: the newest that was acknowledged, or answered."""
         self._durable: set[tuple[str, int]] = set()
-        self._ended: Counter[tuple[str, int, int]] = Counter()
+        self._ended: Counter[tuple[str, str, int, int]] = Counter()
         self._outcomes: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
 
@@ -269,12 +273,17 @@ class Oracle:
         must(record.term >= self._tail.term, "appends of two leaders interleave")
         body = self._tail.take(record)
         self.counts["parts" if record.parts > 1 else "records"] += 1
-        for event in decode_events(body) if body is not None else ():
+        if body is not None:
+            self.completed(record, decode_events(body))
+
+    def completed(self, record: Record, events: Sequence[Event]) -> None:
+        """A batch is in the log."""
+        for event in events:
             self.committed.append(event)
             if isinstance(event, ValueSwapped):
                 self._durable.add((event.key, event.version))
             if isinstance(event, BarrierReleased | BarrierBroken):
-                key = (event.barrier_id, event.step, event.round)
+                key = (str(event.job_id), event.barrier_id, event.step, event.round)
                 self._ended[key] += 1
                 must(self._ended[key] == 1, f"barrier {key} ends twice")
 
@@ -293,17 +302,20 @@ class Oracle:
         self._versions[key] = max(self.newest(key), version)
 
     def met(self, call_id: str, outcome: BarrierReleased | BarrierBroken) -> None:
-        key = (outcome.barrier_id, outcome.step, outcome.round)
+        key = (str(outcome.job_id), outcome.barrier_id, outcome.step, outcome.round)
         must(self._ended[key] == 1, f"{call_id} hears of an end of {key} that is not in the log")
         said = self._outcomes.setdefault(call_id, type(outcome).__name__)
         must(said == type(outcome).__name__, f"{call_id} hears of two ends")
         self.counts["meetings"] += 1
 
     def replayed(self) -> Cluster:
-        cluster = new_cluster()
+        cluster = self.new_cluster()
         for event in self.committed:
             cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
         return cluster
+
+    def new_cluster(self) -> Cluster:
+        return Cluster(self.limits)
 
     def leads(self, cluster: Cluster) -> None:
         self.counts["terms"] += 1
@@ -311,10 +323,6 @@ class Oracle:
             cluster.compact() == self.replayed().compact(),
             "a leader begins with another state than the log's",
         )
-
-
-def new_cluster() -> Cluster:
-    return Cluster(limits(heartbeat_timeout_s=1e9, disconnect_grace_s=1e9, barrier_timeout_s=1e9))
 
 
 class SimLeader:
@@ -362,7 +370,7 @@ class SimLeader:
         self.life += 1
         self.is_running = True
         self.leadership = Leadership(lease_s=LEASE_S)
-        self.cluster = new_cluster()
+        self.cluster = self.oracle.new_cluster()
         self.tail = Tail()
         self._me = Leader(name=f"{self.name}.{self.life}", term=0)
         self._appender: Appender | None = None

@@ -41,12 +41,12 @@ from strata.core.messages import (
     Refused,
     WorkerId,
 )
-from tests.sim.coordinator import Query, Request
+from tests.sim.coordinator import Hosting, Query, Reachable, Request
 from tests.sim.oracle import must
 from tests.sim.scenario import Result, Scenario
-from tests.sim.worker import HEARTBEAT_S, Process
+from tests.sim.worker import HEARTBEAT_S, Fabric, Process
 from tests.sim.world import Action as WorldAction
-from tests.sim.world import World
+from tests.sim.world import Network, World
 
 AGAIN_S = 0.05
 """How soon an agent opens its stream again."""
@@ -77,11 +77,19 @@ class MachineStream:
 
     def __init__(self, agent: Agent, number: int) -> None:
         self.agent, self.number = agent, number
-        self.world, self.coordinator = agent.world, agent.coordinator
-        self.up, self.down = Way(self.world), Way(self.world)
+        self.world = agent.world
+        self.coordinator: Hosting = agent.coordinator
+        self.up, self.down = self._ways()
         self.boot = self.coordinator.boot
         self.members: dict[int, tuple[WorkerId, int]] = {}
         self.is_over = False
+
+    def _ways(self) -> tuple[Way, Way]:
+        return Way(self.world), Way(self.world)
+
+    @property
+    def sessions(self) -> dict[WorkerId, tuple[int, int]]:
+        return self.agent.fleet.sessions
 
     def cut(self) -> None:
         """The coordinator may notice it long after the agent has."""
@@ -98,13 +106,13 @@ class MachineStream:
 
     def _close(self, member: int) -> None:
         worker, incarnation = self.members.pop(member)
-        if self.agent.fleet.sessions.get(worker) == (self.number, member):
-            del self.agent.fleet.sessions[worker]
+        if self.sessions.get(worker) == (self.number, member):
+            del self.sessions[worker]
             self.coordinator.dropped(worker, incarnation)
 
     def take(self, message: Up) -> None:
         """At the coordinator."""
-        if self.is_over or self.coordinator.cluster is None or self.coordinator.boot != self.boot:
+        if self.is_over or not self.coordinator.is_up or self.coordinator.boot != self.boot:
             return
         match message:
             case Attach():
@@ -124,16 +132,14 @@ class MachineStream:
                 raise AssertionError(f"{message} is not part of this simulation")
 
     def _attach(self, message: Attach) -> None:
-        cluster = self.coordinator.cluster
-        assert cluster is not None
         try:
-            cluster.membership.admit(message.worker_id, incarnation=message.incarnation)
+            self.coordinator.admit(message.worker_id, message.incarnation)
         except Refused as refusal:
             answer = MemberAnswered(stream=self.number, member=message.member, message=refusal, ends=True)
             self.down.send(partial(self.agent.hear, answer))
             return
         self.members[message.member] = (message.worker_id, message.incarnation)
-        self.agent.fleet.sessions[message.worker_id] = (self.number, message.member)
+        self.sessions[message.worker_id] = (self.number, message.member)
         self.coordinator.beat(message.worker_id, message.incarnation, connects=True)
 
     def _arrive(self, message: Arrivals) -> None:
@@ -174,7 +180,7 @@ class MachineStream:
 class Agent:
     def __init__(self, fleet: MachineScenario, name: str) -> None:
         self.fleet, self.name = fleet, name
-        self.world, self.coordinator = fleet.world, fleet.coordinator
+        self.world = fleet.world
         self.mux = Multiplexer(hold_s=fleet.hold_s)
         self.alive = True
         self.connections: dict[int, MachineProcess] = {}
@@ -182,6 +188,10 @@ class Agent:
         self._timer_s: float | None = None
         self.world.tell(f"{name} starts")
         self._open()
+
+    @property
+    def coordinator(self) -> Hosting:
+        return self.fleet.coordinator
 
     def connect(self, process: MachineProcess) -> int:
         self.fleet.connections += 1
@@ -255,7 +265,7 @@ class Agent:
     def _open(self) -> None:
         if not self.alive:
             return
-        if self.coordinator.cluster is None:
+        if not self.coordinator.is_up:
             self.world.after(AGAIN_S, self._open)
             return
         self.fleet.streams += 1
@@ -264,7 +274,7 @@ class Agent:
         self.world.after(1.0, lambda: self._open() if self.stream is None else None)
 
     def _welcomed(self, stream: MachineStream) -> None:
-        if not self.alive or self.stream is not None or self.coordinator.boot != stream.boot:
+        if not self.alive or self.stream is not None or stream.coordinator.boot != stream.boot:
             return
         self.stream = stream
         actions = self.feed(StreamOpened(stream=stream.number, interval_s=HEARTBEAT_S))
@@ -298,7 +308,8 @@ class MachineProcess(Process):
         self._ends: dict[str, Callable[[object], None]] = {}
         self.at_agent: set[str] = set()
         """Calls that its agent has taken, on the present connection, and not answered."""
-        super().__init__(fleet.world, fleet.network, fleet.coordinator, fleet.plan, fleet.fabric, name)
+        network, coordinator = fleet.reach(self)
+        super().__init__(fleet.world, network, coordinator, fleet.plan, fleet.fabric_of(self), name)
 
     def kill(self) -> None:
         agent, connection = self.agent, self.connection
@@ -415,6 +426,15 @@ class MachineScenario(Scenario):
         self._beats_counted: dict[tuple[int, int], int] = {}
 
     def run(self) -> Result:
+        self._watch_crashes()
+        for machine in self.machine_names():
+            self.world.after(self.world.between(0.0, 0.5), partial(self._start_agent, machine))
+        return super().run()
+
+    def machine_names(self) -> tuple[str, ...]:
+        return ("m0", "m1")
+
+    def _watch_crashes(self) -> None:
         crash = self.coordinator.crash
 
         def crash_with_streams() -> None:
@@ -424,20 +444,29 @@ class MachineScenario(Scenario):
                 agent.coordinator_crashed()
 
         self.coordinator.crash = crash_with_streams  # type: ignore[method-assign]
-        for machine in ("m0", "m1"):
-            self.world.after(self.world.between(0.0, 0.5), partial(self._start_agent, machine))
-        return super().run()
 
     def _start_agent(self, machine: str) -> None:
         agent = self.agents.get(machine)
         if agent is None or not agent.alive:
-            self.agents[machine] = Agent(self, machine)
+            self.agents[machine] = self._new_agent(machine)
+
+    def _new_agent(self, machine: str) -> Agent:
+        return Agent(self, machine)
 
     def _start(self, name: str) -> None:
         process = self.processes.get(name)
         if process is None or not (process.alive or process.finished):
-            machine = f"m{sum(name.encode()) // 2 % 2}"
-            self.processes[name] = MachineProcess(self, name, machine)
+            self.processes[name] = self._new_process(name, f"m{sum(name.encode()) // 2 % 2}")
+
+    def _new_process(self, name: str, machine: str) -> MachineProcess:
+        return MachineProcess(self, name, machine)
+
+    def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
+        """How a process speaks for itself."""
+        return self.network, self.coordinator
+
+    def fabric_of(self, process: MachineProcess) -> Fabric:
+        return self.fabric
 
     def counted(self, worker: WorkerId, incarnation: int, member: int, stream: int) -> None:
         """A folded heartbeat says that this member was heard."""

@@ -39,6 +39,7 @@ from strata.core.messages import (
     RegisterDataset,
     Registered,
     ReportFailure,
+    ReportRecovery,
     ShardsMoved,
     Stale,
     WorkerFailed,
@@ -118,7 +119,7 @@ class Oracle:
         self._acknowledged_incarnation = 0
         self._checkpoints: set[str] = set()
         self.forgotten = 0
-        self._run_generation = 0
+        self._run_generations: dict[str, int] = {}
         """The newest of the run that a checkpoint was acknowledged for."""
         self._datasets: set[str] = set()
         self._ended: set[tuple[str, int]] = set()
@@ -173,11 +174,9 @@ class Oracle:
         generation = self.account.generations[self.account.jobs[worker]]
         said = getattr(command, "generation", 0)
         must(said in (0, generation), f"I5: {command} took effect; the generation is {generation}")
-        said = getattr(command, "run_generation", self._run_generation)
-        must(
-            said >= self._run_generation,
-            f"I5: {command} took effect in run generation {self._run_generation}",
-        )
+        newest = self._run_generations.get(getattr(command, "run_id", ""), 0)
+        said = getattr(command, "run_generation", newest)
+        must(said >= newest, f"I5: {command} took effect in run generation {newest}")
 
     def refused(self, command: Command, refusal: Refused) -> None:
         if not isinstance(refusal, Stale):
@@ -198,13 +197,14 @@ class Oracle:
         must(not newest.startswith(f"{born}-"), f"{worker} was superseded by nobody but itself ({newest})")
 
     def reconciled(self, cluster: Cluster, command: ReconcileCheckpoints) -> None:
-        records = cluster.checkpoints.records.values()
+        records = [r for r in cluster.checkpoints.records.values() if r.run_id == command.run_id]
         shown = {r.checkpoint_id for r in records if r.status == "completed" and not r.removed}
         extra = shown - set(command.present)
         must(not extra, f"the registry shows {extra}, which do not exist any more")
 
-    def recovered(self, cluster: Cluster) -> None:
-        incidents = cluster.incidents.records.values()
+    def recovered(self, cluster: Cluster, command: ReportRecovery) -> None:
+        job = self.account.jobs[command.worker_id]
+        incidents = [i for i in cluster.incidents.records.values() if i.reported.job_id == job]
         still_open = [incident for incident in incidents if incident.is_open and incident.is_about_run]
         must(not still_open, f"a recovery was reported, and open is {still_open}")
 
@@ -309,7 +309,8 @@ class Oracle:
             self._acknowledged_incarnation = max(self._acknowledged_incarnation, answer.incarnation)
         elif isinstance(command, NotifyCheckpoint) and command.status == "completed":
             self._checkpoints.add(command.checkpoint_id)
-            self._run_generation = max(self._run_generation, command.run_generation)
+            newest = self._run_generations.get(command.run_id, 0)
+            self._run_generations[command.run_id] = max(newest, command.run_generation)
         elif isinstance(command, ReportFailure):
             self._ended |= {(failure.host, failure.pid) for failure in command.failures}
         elif isinstance(command, RegisterDataset):

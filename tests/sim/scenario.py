@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from strata.core.cluster import Limits
+from strata.core.cluster import Cluster, Limits
 from strata.core.fleet.barriers import BarrierLimits
 from strata.core.fleet.checkpoints import data_commit
 from strata.core.fleet.membership import MembershipLimits
@@ -89,7 +89,7 @@ class Scenario:
                 look_every_s=1.0,
             ),
         )
-        self.coordinator = SimCoordinator(world, self.network, limits, self.oracle)
+        self._coordinate(limits)
         self.plan = Plan(
             total=world.random.randint(15, 50),
             epochs=world.random.randint(1, 2),
@@ -111,6 +111,9 @@ class Scenario:
             shuffle=False,
             seed=0,
         )
+
+    def _coordinate(self, limits: Limits) -> None:
+        self.coordinator = SimCoordinator(self.world, self.network, limits, self.oracle)
 
     def run(self) -> Result:
         try:
@@ -144,11 +147,14 @@ class Scenario:
     def _begin(self) -> None:
         world = self.world
         world.tell(f"{self.plan}, shards of {self._spec.shard_size}")
-        registration = Request(worker="", what=RegisterDataset(spec=self._spec), answer=lambda _: None)
-        self.coordinator.receive(registration)  # Alone and undisturbed: the network is still perfect.
+        self._register_dataset()  # Alone and undisturbed: the network is still perfect.
         world.after(0.05, self._faults_begin)
         for name in self._names:
             world.after(world.between(0.05, 2.0), partial(self._start, name))
+
+    def _register_dataset(self) -> None:
+        registration = Request(worker="", what=RegisterDataset(spec=self._spec), answer=lambda _: None)
+        self.coordinator.receive(registration)
 
     def _start(self, name: str) -> None:
         """Unless it runs, or has run to its end."""
@@ -198,12 +204,15 @@ class Scenario:
         self.world.tell("the faults end")
         self.network.loss = self.network.doubling = 0.0
         self.network.cut_off.clear()
-        self.coordinator.free_disk()
-        self.coordinator.start()
+        self._coordinators_recover()
         for process in (*self.zombies, *self.processes.values()):
             process.wake()
         for name in list(self.processes):
             self._start(name)
+
+    def _coordinators_recover(self) -> None:
+        self.coordinator.free_disk()
+        self.coordinator.start()
 
     def _crash_coordinator(self) -> None:
         self.crashes += 1
@@ -276,12 +285,9 @@ class Scenario:
 
     def _check_history(self) -> None:
         """I1: the committed history holds every sample exactly once, as far as training went."""
-        self.coordinator.crash()
-        self.coordinator.start()
-        cluster = self.coordinator.cluster
-        assert cluster is not None
+        cluster = self._final()
         latest = cluster.checkpoints.latest(DEFAULT_JOB)
-        everyone_left_early = all(process.leaving for process in self.processes.values())
+        everyone_left_early = all(process.leaving for process in self._planned())
         if latest is None:
             must(everyone_left_early, "nothing was ever committed")
             return
@@ -291,6 +297,17 @@ class Scenario:
             must(not coverage.repeated, f"I1: epoch {epoch} trained {coverage.repeated} more than once")
             whole = coverage.covered.size == self.plan.total
             must(whole or everyone_left_early, f"I1: epoch {epoch} lacks samples: it has {coverage.covered}")
+
+    def _planned(self) -> list[Process]:
+        """Who trains what the coordinator shares out."""
+        return list(self.processes.values())
+
+    def _final(self) -> Cluster:
+        """What is durable."""
+        self.coordinator.crash()
+        self.coordinator.start()
+        assert self.coordinator.cluster is not None
+        return self.coordinator.cluster
 
 
 def simulate(seed: int) -> Result:

@@ -38,7 +38,7 @@ from strata.core.messages import (
     WorkerId,
     WorkerSpec,
 )
-from tests.sim.coordinator import Query, Request, SimCoordinator
+from tests.sim.coordinator import Query, Reachable, Request
 from tests.sim.world import Network, World
 
 RETRY_S = 1.5
@@ -127,11 +127,14 @@ class Fabric:
 
 
 class Process:
+    job_id = DEFAULT_JOB
+    run_id = RUN
+
     def __init__(
         self,
         world: World,
         network: Network,
-        coordinator: SimCoordinator,
+        coordinator: Reachable,
         plan: Plan,
         fabric: Fabric,
         name: str,
@@ -170,7 +173,7 @@ class Process:
         """What the agent of its machine saw, said until it is answered."""
         failure = Failure(host=HOST, pid=self.pid, at_s=self.world.now_s, exit_code=-9)
         command = ReportFailure(
-            failures=(failure,), launch="launch", job_id=DEFAULT_JOB, decision="restart", reason="killed"
+            failures=(failure,), launch="launch", job_id=self.job_id, decision="restart", reason="killed"
         )
         told = False
 
@@ -272,7 +275,7 @@ class Process:
             self.incarnation = 0
             spec = WorkerSpec(
                 worker_id=self.worker_id,
-                job_id=DEFAULT_JOB,
+                job_id=self.job_id,
                 hostname=HOST,
                 port=1,
                 gpu_count=0,
@@ -294,7 +297,7 @@ class Process:
                 if refusal.cause != "superseded":
                     yield 0.1
                     continue
-                self.coordinator.oracle.superseded(self.worker_id, born=str(self._born))
+                self.coordinator.listener.superseded(self.worker_id, born=str(self._born))
             return
 
     def _generation(self) -> Steps:
@@ -347,13 +350,13 @@ class Process:
         """Tell which checkpoints exist; those that nobody was told of are told now."""
         reply = Reconciled(made=False, revision=0, removed=0, unknown=())
         while not reply.made:
-            existing = list(self.fabric.saved)
+            existing = self._saved()
             reply = yield ReconcileCheckpoints(
                 worker_id=self.worker_id,
                 incarnation=self.incarnation,
-                job_id=DEFAULT_JOB,
-                run_id=RUN,
-                run_generation=topology.generation,
+                job_id=self.job_id,
+                run_id=self.run_id,
+                run_generation=self._run_generation(topology),
                 present=tuple(saved.checkpoint_id for saved in existing),
                 revision=reply.revision,
             )
@@ -364,6 +367,13 @@ class Process:
                 late = self._mine(saved, topology)
                 yield replace(late, saved_generation=saved.run_generation, succeeded_by=newer)
             newer = saved.checkpoint_id
+
+    def _saved(self) -> list[NotifyCheckpoint]:
+        """What exists, oldest first."""
+        return list(self.fabric.saved)
+
+    def _run_generation(self, topology: Topology) -> int:
+        return topology.generation
 
     def _step(self, standing: Standing, epoch: int, topology: Topology) -> Steps:
         spans: list[tuple[int, int]] = yield self._reading(epoch, topology)
@@ -448,7 +458,7 @@ class Process:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             generation=topology.generation,
-            run_generation=topology.generation,
+            run_generation=self._run_generation(topology),
         )
 
     def _barrier(self, name: str, step: int, topology: Topology) -> Steps:

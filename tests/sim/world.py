@@ -19,8 +19,15 @@ class World:
         self.random = Random(seed)
         self.now_s = 0.0
         self.story: list[str] = []
+        self.tells = True
+        """Whether anybody listens: a long search does without, and tells the one that it has found."""
         self._queue: list[tuple[float, int, Action]] = []
         self._count = 0
+
+    @property
+    def events(self) -> int:
+        """How many things there have been to come."""
+        return self._count
 
     def after(self, delay_s: float, action: Action) -> None:
         self._count += 1
@@ -33,7 +40,8 @@ class World:
         return self.random.uniform(low, high)
 
     def tell(self, text: str) -> None:
-        self.story.append(f"{self.now_s:8.3f}  {text}")
+        if self.tells:
+            self.story.append(f"{self.now_s:8.3f}  {text}")
 
     def run(self, *, until: Callable[[], bool], limit_s: float) -> bool:
         """Whether `until` came true before the clock reached the limit."""

@@ -63,6 +63,36 @@ async def _register(connection: Connection, request: pb.RegisterWorkerRequest) -
         await asyncio.sleep(pause_s)
 
 
+class _Connected:
+    """Connections to a coordinator, which end with it."""
+
+    def __init__(self, coordinator: Served) -> None:
+        self._port = coordinator.grpc_port
+        self._connections: list[Connection] = []
+
+    async def _connect(self) -> Connection:
+        connection = await Connection.open(HOST, self._port)
+        self._connections.append(connection)
+        return connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections:
+            connection.close()
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def beating(fleet: Fleet | MachineFleet) -> AsyncIterator[None]:
+    """Who has joined is not to be failed while the others do."""
+    beats = asyncio.create_task(fleet.beat(every_s=5.0))
+    try:
+        yield
+    finally:
+        beats.cancel()
+
+
 class FleetWorker:
     def __init__(self, worker_id: str, incarnation: int, connection: Connection) -> None:
         self.worker_id = worker_id
@@ -74,43 +104,34 @@ class FleetWorker:
         self.session.send(framed(message.SerializeToString()))
 
 
-class Fleet:
+class Fleet(_Connected):
     """Open with `async with`; every worker is connected once that returns."""
 
     def __init__(self, coordinator: Served, size: int, *, connections: int | None = None) -> None:
-        self._coordinator = coordinator
+        super().__init__(coordinator)
         self.size = size
         self.workers: list[FleetWorker] = []
         self._connection_count = connections or size
-        self._connections: list[Connection] = []
 
     async def __aenter__(self) -> Fleet:
         has_one_each = self._connection_count == self.size
         while not has_one_each and len(self._connections) < self._connection_count:
-            self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
+            await self._connect()
         gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
         async def join(number: int) -> None:
             async with gate:
                 if has_one_each:
-                    connection = await Connection.open(HOST, self._coordinator.grpc_port)
-                    self._connections.append(connection)
+                    connection = await self._connect()
                 else:
                     connection = self._connections[number % self._connection_count]
                 self.workers.append(await self._join(f"worker-{number:05}", connection))
 
-        async with self._beating():
+        async with beating(self):
             await asyncio.gather(*(join(number) for number in range(self.size)))
         self.workers.sort(key=lambda worker: worker.worker_id)
         await asyncio.sleep(0.5)  # News of so many joins goes round for a moment; it is not what is measured.
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        await asyncio.sleep(0)
 
     async def _join(self, worker_id: str, connection: Connection) -> FleetWorker:
         request = pb.RegisterWorkerRequest(
@@ -197,15 +218,6 @@ class Fleet:
             worker.session.on_message, worker.session.on_end = _ignore, lambda: None
         return elapsed_s
 
-    async def lose_one(self) -> float:
-        """Seconds from the death of the last worker until each of the others has the new generation."""
-        victim = self.workers.pop()
-        self.size -= 1
-        waiting = _Everybody(self.size)
-        for number, worker in enumerate(self.workers):
-            worker.session.on_message = partial(self._hear_topology, waiting, number)
-        return await waiting.after(victim.connection.abort)
-
     def _hear_topology(self, waiting: _Everybody, number: int, data: bytes) -> None:
         message = pb.CoordinatorMessage.FromString(data)
         if message.HasField("topology") and message.topology.world_size == self.size:
@@ -225,18 +237,6 @@ class Fleet:
 
         return await waiting.after(abort)
 
-    @asynccontextmanager
-    async def _beating(self) -> AsyncIterator[None]:
-        """Who has joined is not to be failed while the others do."""
-        beating = asyncio.create_task(self.beat(every_s=5.0))
-        try:
-            yield
-        finally:
-            beating.cancel()
-
-    async def beat_at_1_hz(self) -> None:
-        await self.beat(every_s=1.0)
-
     async def beat(self, *, every_s: float) -> None:
         """Until cancelled: every worker once in so many seconds, evenly spread, as a real fleet is."""
         slices = 100
@@ -249,34 +249,24 @@ class Fleet:
             await asyncio.sleep(max(0.0, began_s + turn * every_s / slices - time.monotonic()))
 
 
-class AgentSwarm:
+class AgentSwarm(_Connected):
     """Agents of one rendezvous as the coordinator sees them: each with a connection, and the stream of its presence."""
 
     def __init__(self, coordinator: Served, size: int) -> None:
-        self._coordinator = coordinator
+        super().__init__(coordinator)
         self._agents = [f"10.0.0.{number}_{1000 + number}_0" for number in range(size)]
-        self._connections: list[Connection] = []
         self._streams: list[Stream] = []
 
     async def __aenter__(self) -> AgentSwarm:
         welcomed = _Everybody(len(self._agents))
         for number, name in enumerate(self._agents):
-            connection = await Connection.open(HOST, self._coordinator.grpc_port)
-            stream = connection.call("Presence")
+            stream = (await self._connect()).call("Presence")
             stream.on_message = partial(_arrive, welcomed, number)
             hello = pb.AgentMessage(hello=pb.AgentHello(key="bench", node=name))
             stream.send(framed(hello.SerializeToString()))
-            self._connections.append(connection)
             self._streams.append(stream)
         await welcomed.after(lambda: None)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        await asyncio.sleep(0)
 
     async def lose_one(self) -> float:
         """Seconds from the death of the last agent until each of the others has been notified."""
@@ -322,42 +312,32 @@ def _ignore(data: bytes) -> None:
     """Topology, plans and other news: a fleet that only measures does not react."""
 
 
-class MachineFleet:
+class MachineFleet(_Connected):
     """The same workers on machines whose agents speak for them: a connection and a stream for each machine, as the agents have.
 
     What agents do with what their workers say is theirs, on machines of their own: here it has been done already.
     """
 
     def __init__(self, coordinator: Served, machines: int, ranks_each: int) -> None:
-        self._coordinator = coordinator
+        super().__init__(coordinator)
         self._ranks_each = ranks_each
         self.size = machines * ranks_each
-        self._connections: list[Connection] = []
         self.streams: list[Stream] = []
         self._machines = machines
 
     async def __aenter__(self) -> MachineFleet:
         for _ in range(self._machines):
-            self._connections.append(await Connection.open(HOST, self._coordinator.grpc_port))
+            await self._connect()
         gate = asyncio.Semaphore(JOINING_AT_A_TIME)
 
         async def join(number: int) -> Stream:
             async with gate:
                 return await self._join(number, self._connections[number])
 
-        beating = asyncio.create_task(self.beat(every_s=5.0))
-        joined = await asyncio.gather(*map(join, range(self._machines)))
-        beating.cancel()
-        self.streams = list(joined)
+        async with beating(self):
+            self.streams = await asyncio.gather(*map(join, range(self._machines)))
         await asyncio.sleep(0.5)  # As for a fleet without agents.
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        await asyncio.sleep(0)
 
     async def _join(self, machine: int, connection: Connection) -> Stream:
         stream = connection.call("Session")

@@ -327,7 +327,7 @@ async def _loss_rows(load: Load) -> list[Row]:
         async with AgentSwarm(coordinator, load.fleet + load.repeats) as agents:
             of_agents_s = [await agents.lose_one() for _ in range(load.repeats)]
         async with Fleet(coordinator, load.fleet + load.repeats) as fleet:
-            of_workers_s = [await fleet.lose_one() for _ in range(load.repeats)]
+            of_workers_s = [await fleet.lose(1) for _ in range(load.repeats)]
     return [
         Row(
             name=f"a lost agent → {load.fleet:,} others are notified",
@@ -353,7 +353,7 @@ async def _loss_rows(load: Load) -> list[Row]:
 async def _fleet_rows(load: Load) -> list[Row]:
     with served_coordinator() as coordinator:
         async with Fleet(coordinator, load.fleet) as fleet:
-            beating = asyncio.create_task(fleet.beat_at_1_hz())
+            beating = asyncio.create_task(fleet.beat(every_s=1.0))
             await asyncio.sleep(min(2.0, load.watch_s))
             alone, _ = await watched(coordinator, browsers=0, for_s=load.watch_s)
             one, one_s = await watched(coordinator, browsers=1, for_s=load.watch_s)

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.coordinator.engine import Engine, Unavailable
@@ -137,7 +137,7 @@ class Machines:
         engine: Engine,
         sessions: Sessions,
         metrics: CoordinatorMetrics,
-        take: Callable[[WorkerSession, pb.WorkerMessage], int],
+        take: Callable[[WorkerSession, pb.WorkerMessage], Awaitable[int]],
         *,
         messages_per_second: int,
         welcome: Callable[[], pb.Welcome],
@@ -200,15 +200,15 @@ class Machines:
                     "message", "is a second hello.", hint="Open a stream for each worker or machine."
                 )
             case _:
-                return self._take_for(machine, message)
+                return await self._take_for(machine, message)
         return 1
 
-    def _take_for(self, machine: MachineSession, message: pb.WorkerMessage) -> int:
+    async def _take_for(self, machine: MachineSession, message: pb.WorkerMessage) -> int:
         session = machine.members.get(message.member)
         if session is None:
             return 1  # Its session has ended, and its agent does not know yet.
         try:
-            return self._take_own(session, message)
+            return await self._take_own(session, message)
         except (Stale, Unknown):
             return 1  # It is fenced as soon as that is durable.
 
@@ -272,14 +272,19 @@ class Machines:
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, BarrierTickets):
                 self._wait(machine, request, callers, reply)
+            elif isinstance(reply, Unavailable):
+                not_now(reply)
             else:
                 assert isinstance(reply, StrataError)
                 self._refuse(machine, callers, reply)
 
+        def not_now(refusal: Unavailable) -> None:
+            machine.end(str(refusal))  # The agent comes back, to whoever leads then, and they arrive again.
+
         try:
             self._engine.post(command, answered)
         except Unavailable as refusal:
-            machine.end(str(refusal))  # The agent comes back, and they arrive again.
+            not_now(refusal)
 
     def _wait(
         self,

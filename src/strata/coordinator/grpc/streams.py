@@ -49,6 +49,7 @@ from strata.rpc import wire
 MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
 LOG_LINES_PER_BATCH = 2_000
+LOG_LINES_AT_ONCE = 100
 ITEMS_PER_MESSAGE = 20
 """So many log lines or shards in one message weigh as much as a message."""
 FLUSH_S = 1.0
@@ -153,7 +154,7 @@ class Streams:
             if message is None:
                 return
             try:
-                weight += self._take(session, message)
+                weight += await self._take(session, message)
             except (Stale, Unknown) as error:
                 await self._engine.settled()  # What it is refused for may not be durable yet.
                 session.push(wire.stale(error))
@@ -165,7 +166,7 @@ class Streams:
                     await asyncio.sleep(pause_s)
                 since_s, weight = time.monotonic(), 0
 
-    def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> int:
+    async def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> int:
         """Handle one message; returns its weight in messages."""
         match message.WhichOneof("body"):
             case "heartbeat":
@@ -183,13 +184,7 @@ class Streams:
                 return 1 + len(message.progress.shards) // ITEMS_PER_MESSAGE
             case "logs":
                 self._metrics.request("Session.logs")
-                entries = message.logs.entries[:LOG_LINES_PER_BATCH]
-                # Where a line comes from is for us to say: its sender could claim to be anybody.
-                task_id = "" if session.job_id == DEFAULT_JOB else session.job_id
-                lines = [LogLine(e.timestamp, e.level, e.message, "worker", task_id) for e in entries]
-                lost = len(message.logs.entries) - len(entries) + message.logs.dropped
-                sender = f"worker {session.worker_id}"
-                self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)
+                await self._log(session, message.logs)
                 return 1 + len(message.logs.entries) // ITEMS_PER_MESSAGE
             case "metrics":
                 self._metrics.request("Session.metrics")
@@ -201,6 +196,21 @@ class Streams:
             case _:
                 pass  # A newer worker may say more than this version understands.
         return 1
+
+    async def _log(self, session: WorkerSession, batch: pb.LogBatch) -> None:
+        """Few lines at a time, so that a large batch does not hold up what others say."""
+        # Where a line comes from is for us to say: its sender could claim to be anybody.
+        task_id = "" if session.job_id == DEFAULT_JOB else session.job_id
+        count = min(len(batch.entries), LOG_LINES_PER_BATCH)
+        lost = len(batch.entries) - count + batch.dropped
+        sender = f"worker {session.worker_id}"
+        for first in range(0, max(count, 1), LOG_LINES_AT_ONCE):
+            entries = batch.entries[first : min(first + LOG_LINES_AT_ONCE, count)]
+            lines = [LogLine(e.timestamp, e.level, e.message, "worker", task_id) for e in entries]
+            self._logs.add_lines(lines, sender=sender, worker_id=session.worker_id, dropped=lost)
+            lost = 0
+            if first + LOG_LINES_AT_ONCE < count:
+                await asyncio.sleep(0)
 
     def _keep_metrics(self, session: WorkerSession, message: pb.MetricBatch) -> None:
         """Answered once it is on disk; one that cannot be kept is answered with the reason."""
@@ -234,7 +244,8 @@ class Streams:
 
         def answered(reply: Reply | StrataError) -> None:
             if isinstance(reply, StrataError):
-                session.push(wire.stale(reply))
+                if not isinstance(reply, Unavailable):
+                    session.push(wire.stale(reply))
                 session.end(str(reply))
 
         command = DeregisterWorker(
@@ -267,11 +278,17 @@ class Streams:
             answer(pb.WaitBarrierResponse(released=False, reason=str(refusal)), refusal.code, cause)
 
         def answered(reply: Reply | StrataError) -> None:
-            if isinstance(reply, StrataError):
+            if isinstance(reply, Unavailable):
+                not_now(reply)
+            elif isinstance(reply, StrataError):
                 wait.close()
                 refused(reply)
             else:
                 wait.begin(reply)
+
+        def not_now(refusal: Unavailable) -> None:
+            wait.close()
+            session.end(str(refusal))  # The worker comes back, to whoever leads then, and arrives again.
 
         try:
             wait = self._sessions.waits.open(session.worker_id, deliver, owner=session)
@@ -281,8 +298,7 @@ class Streams:
         try:
             self._engine.post(wire.arrive(request), answered)
         except Unavailable as refusal:
-            wait.close()
-            session.end(str(refusal))  # The worker comes back and arrives again.
+            not_now(refusal)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -42,6 +42,16 @@ class JournalSpace(Protocol):
     def is_full(self) -> bool: ...
 
     @property
+    def is_closed(self) -> bool:
+        """Full, and without a reserve: nothing at all can be recorded."""
+        ...
+
+    @property
+    def is_blocked(self) -> bool:
+        """A write waits for space: what was decided last is not durable, and nobody may see it."""
+        ...
+
+    @property
     def free_bytes(self) -> int: ...
 
     @property
@@ -57,6 +67,10 @@ class JournalSpace(Protocol):
         """What is full, for messages."""
         ...
 
+    def explain(self) -> tuple[str, str]:
+        """Why changes are refused, and what to do."""
+        ...
+
     def look(self) -> None:
         """Find out. Called once a second, in the thread of the journal."""
         ...
@@ -65,10 +79,12 @@ class JournalSpace(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSizes:
     file_bytes: int
-    """Of the files. Freed space is used again; a file does not shrink."""
+    """Of the files, where freed space is used again and a file does not shrink; in etcd, of the snapshot and of what is after it."""
     story_bytes: int
     """Events, those of the past among them that are only kept to be shown."""
     snapshot_bytes: int
+    records: int
+    """Events, or batches of them where those are written together."""
 
 
 class Snapshot(Protocol):

@@ -323,9 +323,7 @@ class ElasticJob(Simulation):
         return part
 
     def _machine_of(self, worker: WorkerId) -> Machine:
-        process = self.whole.processes[str(worker)]
-        assert isinstance(process, ElasticProcess)
-        return self.machine(process.machine)
+        return self.machine(self.whole.places[str(worker)])
 
     def leave(self, process: ElasticProcess, why: str) -> None:
         """Without it the others cannot continue."""

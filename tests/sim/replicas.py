@@ -26,6 +26,7 @@ from strata.core.messages import (
     Instant,
     Observation,
     ReconcileCheckpoints,
+    RecordsForgotten,
     Refused,
     ReportRecovery,
     WorkerConnected,
@@ -105,6 +106,8 @@ class Log(LogOracle):
         self.leaders: dict[int, Replica] = {}
 
     def completed(self, record: Record, events: Sequence[Event]) -> None:
+        if any(isinstance(event, RecordsForgotten) and event.barriers for event in events):
+            self._ended.clear()  # Their rounds are counted anew.
         super().completed(record, events)
         if self.world.tells:
             for event in events:

@@ -53,6 +53,8 @@ class WholeScenario(MachineScenario):
         cast = world.random.choice(["both", "elastic", "elastic", "planned"])
         self.job = ElasticJob(self, seed) if cast != "planned" else None
         self._ranks: list[str] = []
+        self.places: dict[str, str] = {}
+        """By name: the machine of whoever had it last."""
         self.elastic_fabric = Fabric()
         if self.job is not None:
             self._names = [] if cast == "elastic" else self._names[:2]
@@ -83,6 +85,14 @@ class WholeScenario(MachineScenario):
     def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
         return self._immediate, Front(self, process.machine)
 
+    def gave_way(self, process: MachineProcess) -> None:
+        """Where nobody has taken its place but one that is dead (its registration was on its way for long), whoever started it
+        starts it again."""
+        name = str(process.worker_id)
+        if self.processes.get(name) is process:
+            del self.processes[name]
+            self.world.after(self.world.between(0.5, 2.0), partial(self._start, name))
+
     def fabric_of(self, process: MachineProcess) -> Fabric:
         return self.elastic_fabric if isinstance(process, ElasticProcess) else self.fabric
 
@@ -100,7 +110,7 @@ class WholeScenario(MachineScenario):
         process = self.processes.get(name)
         if process is None or not (process.alive or process.finished):
             machines = self.machine_names()
-            machine = machines[sum(name.encode()) % len(machines)]
+            machine = self.places[name] = machines[sum(name.encode()) % len(machines)]
             if self.job is not None and name in self._ranks:
                 self.processes[name] = ElasticProcess(self.job, name, machine)
             else:

@@ -20,6 +20,7 @@ from strata.core.jobs import job as job_protocol
 from strata.core.jobs.lineage import CompletionOrder
 from strata.core.messages import ClockResumed
 from tests.sim import test_job, test_leadership, test_machines, test_simulation
+from tests.sim.scenario import SimulationFailed
 from tests.sim.whole import WholeResult, simulate
 
 RUNS = int(os.environ.get("STRATA_SIM_RUNS", "100"))
@@ -133,3 +134,70 @@ def all_mistakes() -> dict[str, Mistake]:
 
 def _with_setattr(mistake: Callable[[Patch], None]) -> Mistake:
     return lambda monkeypatch: mistake(monkeypatch.setattr)
+
+
+SHOWN_BY = {
+    "saves_that_end_late_count_as_the_newest": 40,
+    "what_a_failover_swallowed_is_never_reported": 31,
+    "new_leaders_take_everybody_for_lost": 0,
+    "agents_stay_with_a_stream_that_is_lost": 0,
+    "appends_are_not_fenced": 8,
+    "positions_are_written_over": 1,
+    "whatever_is_at_the_position_counts_as_landed": 0,
+    "an_append_without_an_answer_is_made_anew": 0,
+    "answers_do_not_wait_for_the_append": 0,
+    "answers_wait_for_the_first_part_alone": 0,
+    "what_is_not_written_is_not_confirmed": 19,
+    "leases_count_longer_than_they_are": 19,
+    "the_clock_stops_while_the_process_is_paused": 0,
+    "the_clock_can_be_set": 20,
+    "new_leaders_do_not_read_what_they_missed": 0,
+    "records_that_come_twice_count_twice": 1,
+    "gaps_are_not_noticed": 0,
+    "parts_of_two_batches_make_one": 40,
+    "snapshots_are_not_fenced": 8,
+    "snapshots_may_go_back": 8,
+    "who_is_deposed_keeps_its_state": 13,
+    "standbys_take_commands": 0,
+    "who_cannot_renew_leads_on": 19,
+    "a_refused_append_is_forgotten": 17,
+    "nobody_campaigns_again": 1,
+    "old_news_of_who_leads_is_believed_for_ever": 14,
+    "silent_workers_are_beaten_for": 3,
+    "who_waits_does_not_arrive_again": 0,
+    "losses_are_kept_secret": 3,
+    "generations_are_folded_together": 0,
+    "workers_arrive_as_each_other": 2,
+    "incarnations_are_not_checked_where_many_arrive": 0,
+    "checkpoints_that_exist_are_forgotten": 7,
+    "a_report_that_is_said_again_counts_again": 6,
+    "what_an_agent_says_late_is_not_taken": 10,
+    "recoveries_close_nothing": 1,
+    "whoever_is_lost_is_blamed": 5,
+    "no_incarnation_is_checked": 1,
+    "no_generation_is_checked": 0,
+    "barriers_open_one_short": 0,
+    "retries_count_again": 2,
+    "losses_do_not_end_barriers": 40,
+    "newcomers_take_the_place_of_others": 2,
+    "progress_is_not_taken_from_checkpoints": 0,
+    "a_late_upload_counts_as_the_newest": 2,
+    "no_generation_of_the_run_is_checked": 0,
+    "who_was_taken_for_dead_is_called_superseded": 1,
+    "what_does_not_exist_any_more_stays_in_the_registry": 3,
+    "an agent does not wait for the ranks of other machines": 31,
+}
+"""By mistake: a seed that has shown it. That is soonest, and no more than that."""
+
+
+def run_all(first: int) -> None:
+    for seed in (first, *range(NOTICED_WITHIN)):
+        simulate(seed)
+
+
+@pytest.mark.parametrize("name", SHOWN_BY)
+def test_a_planted_mistake_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_mistakes()[name](monkeypatch)
+    with pytest.raises(SimulationFailed) as failure:
+        run_all(SHOWN_BY[name])
+    assert f"python -m tests.sim --seed {failure.value.seed} --story --whole" in str(failure.value)

@@ -6,9 +6,13 @@ everything that happened in one, and `python -m tests.sim --whole --runs 3000` s
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ from tests.sim.whole import WholeResult, simulate
 
 RUNS = int(os.environ.get("STRATA_SIM_RUNS", "100"))
 PER_TEST = 50
+ROOT = Path(__file__).parents[2]
 ONE_SEED = os.environ.get("STRATA_SIM_SEED")
 NOTICED_WITHIN = 60
 """Seeds after which a mistake must have been noticed."""
@@ -69,6 +74,37 @@ def assert_interesting(results: list[WholeResult]) -> None:
 def test_one_seed_is_one_story() -> None:
     assert simulate(7) == simulate(7)
     assert simulate(7).fingerprint != simulate(8).fingerprint
+
+
+def test_a_search_writes_what_it_has_seen(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.sim",
+        "--whole",
+        "--seed",
+        "7",
+        "--runs",
+        "2",
+        "--processes",
+        "1",
+        "-o",
+    ]
+    subprocess.run([*command, str(result)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    found = json.loads(result.read_text())
+    assert (found["first_seed"], found["last_seed"], found["schedules"]) == (7, 8, 2)
+    assert found["failed_seeds"] == []
+    assert found["counts"]["releases"] == sum(simulate(seed).counts["releases"] for seed in (7, 8))
+
+
+def test_a_search_needs_python_msgspec_and_numpy_alone() -> None:
+    """It is carried to whatever machine has many processors."""
+    listing = "import sys, tests.sim.__main__; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", listing]
+    loaded = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert not set(loaded) & {"torch", "grpc", "pytest", "hypothesis", "fastapi", "google", "xxhash"}
+    assert {"msgspec", "numpy"} <= set(loaded)
 
 
 # --- would it notice? ---------------------------------------------------------------------------------------

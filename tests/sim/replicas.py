@@ -332,6 +332,9 @@ class Replica(Decisions, SimLeader):  # type: ignore[misc]
             self._after(self.world.between(0, 0.01), partial(self._confirm, answers))
 
     def _confirm(self, answers: list[Callable[[], None]]) -> None:
+        if not self.is_confirmed():  # It waits for its lease to be renewed, or steps down.
+            self._after(0.05, partial(self._confirm, answers))
+            return
         self._confirming = False
         self._answer_unwritten(answers, [])
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sqlite3
 import ssl
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,6 +83,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
 700 objects, as Python does by default, took a fifth of the processor in a barrier of 1,000 workers."""
+SWITCH_S = 0.001
+"""How long the event loop waits at most for a thread that computes: writing logs, metrics or a snapshot must not slow heartbeats."""
 
 
 class PortTaken(StrataError):
@@ -531,6 +534,7 @@ async def serve(
                 gc.collect()
                 gc.freeze()  # What is loaded now stays: no need to look through it again.
                 gc.set_threshold(YOUNG_OBJECTS)
+                sys.setswitchinterval(SWITCH_S)
                 if announce and not is_again:
                     _announce(settings, server)
                 await _until_stopped(server, stopped)

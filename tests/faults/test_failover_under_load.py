@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -194,9 +195,8 @@ def test_training_does_not_stop_while_nobody_leads(etcd: EtcdCluster, tmp_path: 
         spec: TorchrunSpec = job.torchrun(rdzv_backend="strata", rdzv_endpoint=both, coordinator=both)
         output = tmp_path / "job.log"
         with output.open("wb") as file:
-            agent = subprocess.Popen(
-                spec.command(log_dir=tmp_path / "torchrun"), env=spec.variables(), stdout=file, stderr=file
-            )
+            _, *words = spec.command(log_dir=tmp_path / "torchrun")
+            agent = subprocess.Popen([sys.executable, *words], env=spec.variables(), stdout=file, stderr=file)
         stack.callback(end, agent)
 
         def step() -> int:

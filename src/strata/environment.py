@@ -22,6 +22,7 @@ KNOWN = frozenset(
         "STRATA_AGENT_GRACE",
         "STRATA_ALLOWED_HOSTS",
         "STRATA_API_URL",
+        "STRATA_ARCHIVE",
         "STRATA_BARRIER_TIMEOUT",
         "STRATA_CACHE_DIR",
         "STRATA_CACHE_LIMIT_MB",

@@ -46,7 +46,8 @@ def page(coordinator: Coordinator) -> dict[str, set[str]]:
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """What there is once one job has trained, saved and recovered."""
-    server = Coordinator(tmp_path_factory.mktemp("deploy") / "coordinator").start()
+    folder = tmp_path_factory.mktemp("deploy")
+    server = Coordinator(folder / "coordinator", "--archive", str(folder / "archive")).start()
     try:
         with TrainingOrchestrator(server.address, job_id="job") as worker:
             worker.register_worker("w")

@@ -171,6 +171,35 @@ def test_snapshot_takes_the_place_of_what_it_sums_up(backend: Backend) -> None:
     assert backend.loaded() == [event(102), event(7)]
 
 
+def test_sizes_are_those_of_what_is_kept_and_the_same_when_it_is_opened_again(backend: Backend) -> None:
+    with backend.opened() as journal:
+        list(journal.load())
+        for number in range(3):
+            journal.append([value(number, 1_000)])
+        grown = journal.sizes()
+        assert grown is not None
+        assert grown.records == 3
+        assert 3_000 < grown.story_bytes < 4_000
+        assert grown.file_bytes >= grown.story_bytes
+    with backend.opened() as journal:
+        list(journal.load())
+        again = journal.sizes()
+        assert again is not None
+        assert (again.records, again.story_bytes) == (grown.records, grown.story_bytes)
+        journal.snapshot([value(2, 1_000)])
+        short = journal.sizes()
+        assert short is not None
+        assert 1_000 < short.snapshot_bytes < 1_500
+        journal.append([value(3, 10)])
+        after = journal.sizes()
+        assert after is not None
+        assert after.records == short.records + 1
+        assert 10 <= after.story_bytes - short.story_bytes < 200
+    with backend.opened() as journal:
+        list(journal.load())
+        assert journal.sizes().snapshot_bytes == after.snapshot_bytes
+
+
 def test_batches_and_snapshots_of_any_size_are_kept_whole(backend: Backend) -> None:
     large = [value(number, 256 * 1024) for number in range(20)]  # 5 MB in one batch
     with backend.opened() as journal:

@@ -21,7 +21,6 @@ from strata.core.jobs.lineage import CompletionOrder
 from strata.core.leadership import Leadership
 from strata.core.messages import ClockResumed
 from tests.sim import test_job, test_leadership, test_machines, test_simulation
-from tests.sim.scenario import SimulationFailed
 from tests.sim.whole import WholeResult, simulate
 
 RUNS = int(os.environ.get("STRATA_SIM_RUNS", "100"))

@@ -1085,6 +1085,7 @@ export interface RunMetricsView {
   starts: StartView[];
   metrics: MetricView[];
   dropped: number;
+  missing_batches: number;
 }
 
 /** A run that has logged something. */

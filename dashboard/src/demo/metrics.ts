@@ -120,7 +120,7 @@ export function runMetrics(simulation: Simulation, run: string): RunMetrics {
   });
   const first = { generation: 1, job_id: run, started_at: timeOf(simulation, run, 1), resumed_step: 0, committed_until: null };
   const again = run !== JOB ? [] : simulation.recoveries.toReversed().map((r, i) => ({ generation: i + 2, job_id: run, started_at: r.at, resumed_step: r.resumed_step, committed_until: null }));
-  return { run, jobs: [run], starts: [first, ...again], metrics: metrics.filter((m) => m.count > 0), dropped: 0 };
+  return { run, jobs: [run], starts: [first, ...again], metrics: metrics.filter((m) => m.count > 0), dropped: 0, missing_batches: 0 };
 }
 
 export function runCurves(simulation: Simulation, run: string, ask: { names: readonly string[]; from: number; to: number; points: number }): RunCurves {

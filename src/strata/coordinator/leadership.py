@@ -78,6 +78,16 @@ class Standing(Protocol):
         ...
 
     @property
+    def term(self) -> int:
+        """Of whoever leads, as far as is known; 0 where there is only one."""
+        ...
+
+    @property
+    def elections_total(self) -> int:
+        """How often somebody began to lead while this coordinator looked on."""
+        ...
+
+    @property
     def position(self) -> int:
         """How far the history goes that is applied here; 0 where nobody counts."""
         ...
@@ -106,7 +116,7 @@ class Alone:
     role: Literal["leader", "standby"] = "leader"
     leader: Leader | None = None
     others: tuple[str, ...] = ()
-    position = behind = 0
+    term = elections_total = position = behind = 0
 
     def require(self) -> None:
         return
@@ -143,6 +153,8 @@ class Election:
         self._serves = False
         self._is_registered = False
         self._others: tuple[str, ...] = ()
+        self.elections_total = 0
+        self._last_term = 0
         self._next_roll_call_s = 0.0
         self._closing = threading.Event()
         self._poke = threading.Event()
@@ -173,7 +185,8 @@ class Election:
 
     @property
     def term(self) -> int:
-        return self._leadership.term
+        known = self._leadership.leader
+        return self._leadership.term or (known.term if known is not None else 0)
 
     @property
     def position(self) -> int:
@@ -331,6 +344,7 @@ class Election:
             if lease and leader is not None:
                 self._lease = lease
                 self._leadership.won(leader, sent_s=sent_s)
+                self._note_term(leader.term, is_own=True)
             else:
                 self._leadership.not_won(leader, revision=revision, now_s=sent_s)
         if lease:
@@ -365,6 +379,8 @@ class Election:
             return
         self._outage.ended()
         self._last_position = max(self._last_position, seen.position)
+        if seen.pointer is not None:
+            self._journal.pointed(seen.pointer)
         self._see(seen.leader, seen.revision)
         # A watch on a member that is cut off reports nothing: another member is asked.
         if self._applied < seen.position and self._applied == self._stuck_at:
@@ -389,10 +405,18 @@ class Election:
             before = self._leadership.leader
             self._leadership.leader_seen(leader, revision=revision, now_s=boot_time_s())
             after = self._leadership.leader
+            if after is not None:
+                self._note_term(after.term)
         if after != before:
             if after is not None:
                 log.info("%s", standby_text(after))
             self._poke.set()
+
+    def _note_term(self, term: int, *, is_own: bool = False) -> None:
+        """The first that is seen of somebody else began before this coordinator looked."""
+        if term > self._last_term:
+            self.elections_total += bool(self._last_term) or is_own
+            self._last_term = term
 
     def _depose(self, reason: str) -> None:
         error = Deposed(f"This coordinator no longer leads: {reason}.", hint="It starts again as a standby.")

@@ -27,7 +27,12 @@ from strata.coordinator.journal.protocol import Journal
 from strata.coordinator.leadership import Alone, Standing
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
-from strata.coordinator.metrics.collectors import JobCollector, LogCollector, StorageCollector
+from strata.coordinator.metrics.collectors import (
+    JobCollector,
+    LeadershipCollector,
+    LogCollector,
+    StorageCollector,
+)
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.metrics.watch import Watch
@@ -144,6 +149,7 @@ class Runtime:
         ]
         metrics.registry.register(LogCollector(logs))
         metrics.registry.register(StorageCollector(engine))
+        metrics.registry.register(LeadershipCollector(runtime.standing))
         metrics.registry.register(JobCollector(runtime.watch, cluster.checkpoints))
         engine.on_tick = runtime.agents.look
         engine.on_plan = runtime.metrics.planned

@@ -25,6 +25,7 @@ import msgspec
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from strata.coordinator.archive import Archive, Outbox, Retention
 from strata.coordinator.auth.audit_log import AuditLog
 from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gatekeeper
 from strata.coordinator.auth.paths import ReadRules
@@ -43,6 +44,7 @@ from strata.coordinator.journal.sqlite import SqliteJournal, lock_directory
 from strata.coordinator.leadership import Election
 from strata.coordinator.logs.archive import LogArchive
 from strata.coordinator.logs.store import LogStore, LogStoreHandler
+from strata.coordinator.metrics.collectors import ArchiveCollector
 from strata.coordinator.metrics.otel import OtelExport
 from strata.coordinator.metrics.run_history import RunHistory
 from strata.coordinator.notify.settings import NotifySettings
@@ -67,6 +69,7 @@ from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
 from strata.logs import OutageLog
 from strata.rpc.methods import handlers
+from strata.stores import Store, StoreError, open_store
 
 log = logging.getLogger("strata.coordinator")
 
@@ -110,6 +113,9 @@ class Server:
         """`private`: further files that are read for nobody, such as the configuration."""
         notify = notify or NotifySettings()
         self._settings = settings
+        if settings.archive:
+            with suppress(StoreError):  # It may be away; what is not installed never answers.
+                _open_archive_store(settings)
         recipes = [*BUILT_IN, *read_recipes(settings.recipes_dir or settings.data_dir / "recipes")]
         reserve_bytes = settings.disk_reserve_mb << 20
         location = settings.etcd
@@ -142,6 +148,10 @@ class Server:
             self.runtime.logs.archive.is_paused = lambda: self._space.is_full
         if self.runtime.run_history is not None:
             self.runtime.run_history.is_paused = lambda: self._space.is_full
+        self._archive = _open_archive(settings, self._space)
+        if self._archive is not None:
+            self._archive.gather(self.runtime.logs, self.runtime.run_history, self._in_loop)
+            self.runtime.metrics.registry.register(ArchiveCollector(self._archive))
         self._otel = _otel_export(settings, self.runtime)
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
@@ -160,6 +170,12 @@ class Server:
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._attends_no_more = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # The loop has ended, and with it what is in memory.
+                self._loop.call_soon_threadsafe(action)
 
     def _agree_on_task_key(self, key: bytes) -> bytes:
         """Tasks outlive the coordinator that started them: the next one must know their tokens."""
@@ -175,7 +191,7 @@ class Server:
             self.metrics_port = listeners[1].getsockname()[1]
         self._grpc = await self._start_grpc()
         runtime.address = f"{settings.url_host}:{self.grpc_port}"
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._log_handler = LogStoreHandler(runtime.logs, loop.call_soon_threadsafe)
         for logger in _own_loggers():
             logger.addHandler(self._log_handler)
@@ -188,8 +204,10 @@ class Server:
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
         await _until(lambda: all(server.started for server in self._http), self._tasks)
+        if self._archive is not None:
+            self._archive.start(f"{settings.advertised_host}:{self.grpc_port}")
         if self._election is None:
-            self._start_tasks()
+            self._leads(0)
         self._write_address()
         self._warn_about_settings()
         log.info(
@@ -222,9 +240,14 @@ class Server:
         engine.follow(missed)
         engine.resume()
         election.serves()
-        self._start_tasks()
+        self._leads(election.term)
         self._tasks.append(asyncio.create_task(self._collect_ends(), name="ends"))
         await election.leading(asyncio.create_task(engine.run(), name="leading"))
+
+    def _leads(self, term: int) -> None:
+        self._start_tasks()
+        if self._archive is not None:
+            self._archive.leads(term)
 
     async def wait(self) -> None:
         """Until something essential ends; raises what ended it."""
@@ -267,6 +290,8 @@ class Server:
         self.runtime.logs.close()
         if self.runtime.run_history is not None:
             await asyncio.to_thread(self.runtime.run_history.close)
+        if self._archive is not None:  # After those that hand over to it.
+            await asyncio.to_thread(self._archive.close)
         self._audit_log.close()
         self._gatekeeper.owners.close()
         with suppress(FileNotFoundError):
@@ -648,6 +673,31 @@ def _open_run_history(settings: CoordinatorSettings) -> RunHistory | None:
     except (sqlite3.Error, OSError) as error:
         log.warning("metrics of runs are not kept: %s", error)
         return None
+
+
+def _open_archive_store(settings: CoordinatorSettings) -> Store:
+    is_remote = "://" in settings.archive and not settings.archive.startswith("file:")
+    # One thread waits for it, and comes back to what could not be done: no need for patience here.
+    options = {"max_retries": 2, "retry_budget_s": 10.0, "request_timeout_s": 15.0} if is_remote else {}
+    return open_store(settings.archive, **options)
+
+
+def _open_archive(settings: CoordinatorSettings, space: Space) -> Archive | None:
+    if not settings.archive:
+        return None
+    outbox = Outbox(settings.data_dir / "archive.sqlite")
+    outbox.is_paused = lambda: space.is_full
+    return Archive(
+        lambda: _open_archive_store(settings),
+        settings.archive,
+        outbox,
+        retention={
+            "logs": Retention(
+                limit_bytes=settings.log_limit_mb * 1_000_000, keep_s=settings.log_days * 86_400
+            ),
+            "metrics": Retention(limit_bytes=settings.metrics_limit_mb * 1_000_000, keep_s=None),
+        },
+    )
 
 
 def _otel_export(settings: CoordinatorSettings, runtime: Runtime) -> OtelExport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -24,6 +25,7 @@ from strata.core.fleet.retention import DAY_S, RetentionLimits
 
 SECTION = "coordinator"
 EVERYWHERE = ("0.0.0.0", "::")
+ARCHIVE_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "file")
 TOKEN_CHARACTERS = 16
 """What a configured token must have where other machines can try to guess it."""
 
@@ -75,6 +77,12 @@ class CoordinatorSettings:
         None, "Client certificate (PEM) to show to etcd; asks for TLS.", env="STRATA_ETCD_CERT"
     )
     etcd_key: Path | None = setting(None, "Key of that certificate (PEM).", env="STRATA_ETCD_KEY")
+    archive: str = setting(
+        "",
+        "Where logs, metrics of runs and output of tasks are kept beside the disk, so that whichever coordinator leads next has them: "
+        "s3://bucket/prefix, gs://…, az://… or a shared folder; one for each cluster.",
+        env="STRATA_ARCHIVE",
+    )
     disk_reserve_mb: int = setting(
         16,
         "Megabytes of disk kept for what must be recorded when it is full; with less than as many free besides, "
@@ -358,7 +366,9 @@ class CoordinatorSettings:
     def private_files(self) -> tuple[Path, ...]:
         """The coordinator's own, which it reads for nobody."""
         keys = [key for key in (self.tls_key, self.task_tls_key, self.etcd_key) if key is not None]
-        return tuple(path.absolute() for path in (self.data_dir, *keys))
+        folder = self.archive.removeprefix("file://")
+        folders = [Path(folder).expanduser()] if folder and "://" not in folder else []
+        return tuple(path.absolute() for path in (self.data_dir, *folders, *keys))
 
     @property
     def connections_per_client(self) -> int:
@@ -429,6 +439,15 @@ def _problems_of_journal(s: CoordinatorSettings) -> list[str]:
     return problems
 
 
+def _problems_of_archive(s: CoordinatorSettings) -> list[str]:
+    scheme, _, rest = s.archive.rpartition("://")
+    if not s.archive or (scheme in ARCHIVE_SCHEMES and rest.strip("/")):
+        return []
+    if not scheme and os.path.isabs(os.path.expanduser(s.archive)):
+        return []
+    return [f"archive is '{s.archive}'; write s3://bucket/prefix, gs://…, az://… or an absolute path"]
+
+
 def _contradictions(s: CoordinatorSettings) -> list[str]:
     problems = [] if s.host else ["host must not be empty; 127.0.0.1 is this machine alone"]
     if s.heartbeat_timeout <= s.heartbeat_interval:
@@ -470,7 +489,7 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
         problems.append("tls_cert and tls_key belong together; set both or neither")
     if s.tls_client_ca is not None and s.tls_cert is None:
         problems.append("tls_client_ca needs tls_cert and tls_key as well")
-    problems += _problems_of_journal(s)
+    problems += _problems_of_journal(s) + _problems_of_archive(s)
     if s.host and not is_loopback(s.host) and not s.secrets and s.tls_client_ca is None:
         problems.append(
             f"host {s.host} can be reached from other machines: set a token (STRATA_TOKEN) or mutual TLS "

@@ -5,7 +5,7 @@ import { comparable, differences, finalValues, idsOf, RUNS_COMPARED, textOf } fr
 import { matching, settingsOf } from "./settings";
 
 const run = (metrics: Record<string, number | null>): RunMetrics => ({
-  run: "r", jobs: ["r"], starts: [], dropped: 0,
+  run: "r", jobs: ["r"], starts: [], dropped: 0, missing_batches: 0,
   metrics: Object.entries(metrics).map(([name, last]) => ({ name, count: 1, nonfinite: 0, last, last_step: 7, min: last, max: last })),
 });
 

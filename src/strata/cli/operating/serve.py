@@ -26,6 +26,12 @@ def serve(
             help="Journal of several coordinators, of which one leads: etcd://HOST:PORT,HOST:PORT. [in --data-dir]"
         ),
     ] = None,
+    archive: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep logs, metrics of runs and output of tasks there too: s3://bucket/prefix, or a shared folder. [none]"
+        ),
+    ] = None,
     advertise: Annotated[
         str | None, typer.Option(help="Host under which others reach this coordinator. [--host]")
     ] = None,
@@ -55,6 +61,7 @@ def serve(
         "metrics_port": metrics_port,
         "data_dir": data_dir,
         "journal": journal,
+        "archive": archive,
         "advertise": advertise,
         "trust_loopback": trust_loopback,
         "heartbeat_timeout": heartbeat_timeout,

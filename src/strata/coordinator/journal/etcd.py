@@ -25,7 +25,9 @@ import hashlib
 import logging
 import re
 import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -40,7 +42,7 @@ import msgspec
 import strata
 from strata.backoff import Backoff
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.protocol import Deposed, JournalError, JournalFull
+from strata.coordinator.journal.protocol import Deposed, JournalError, JournalFull, JournalSizes
 from strata.coordinator.journal.space import Space, megabytes
 from strata.core.leadership import Appender, Gap, Leader, Record, Refusal, Tail
 from strata.core.messages import Event
@@ -141,6 +143,8 @@ class Pointer:
     position: int
     pieces: int
     digest: str
+    size_bytes: int = 0
+    """0: it was not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,8 @@ class Seen:
     leader: Leader | None
     position: int
     revision: int
+    pointer: Pointer | None = None
+    """Which snapshot counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,12 +248,14 @@ class EtcdLog:
                 ]
             },
         )
-        leader, logged, pointer = (each.get("response_range", {}) for each in answer["responses"])
-        found = [_position(kv) for kv in logged.get("kvs", ())] + [
-            _pointer(kv).position for kv in pointer.get("kvs", ())
-        ]
+        leader, logged, pointed = (each.get("response_range", {}) for each in answer["responses"])
+        pointer = next((_pointer(kv) for kv in pointed.get("kvs", ())), None)
+        newest = next((_position(kv) for kv in logged.get("kvs", ())), 0)
         return Seen(
-            leader=_leader(leader), position=max(found, default=0), revision=int(answer["header"]["revision"])
+            leader=_leader(leader),
+            position=max(newest, pointer.position if pointer is not None else 0),
+            revision=int(answer["header"]["revision"]),
+            pointer=pointer,
         )
 
     # --- the log --------------------------------------------------------------------------------------------
@@ -461,6 +469,10 @@ class EtcdJournal:
         self._before = (0, 0)
         self._snapshots = 0
         """Begun in this term."""
+        self._since_snapshot: deque[tuple[int, int]] = deque()
+        """Position and size of each record after the snapshot that counts."""
+        self._log_bytes = self._snapshot_bytes = 0
+        self._counting = threading.Lock()
 
     def __str__(self) -> str:
         return str(self.location)
@@ -505,6 +517,8 @@ class EtcdJournal:
         pointer, revision = self.log.pointer(serializable=serializable)
         events: list[Event] = []
         self.tail = Tail(pointer.position if pointer is not None else 0)
+        self._since_snapshot.clear()
+        self._log_bytes = self._snapshot_bytes = 0
         if pointer is not None:
             body = self.log.pieces(pointer, revision=revision, serializable=serializable)
             if hashlib.sha256(body).hexdigest() != pointer.digest:
@@ -512,6 +526,7 @@ class EtcdJournal:
             for batch in self._frames(body):
                 events += self._decode(batch)
             self._snapshot_position = pointer.position
+            self._snapshot_bytes = len(body)
         for record in self.log.records(self.tail.position, revision=revision, serializable=serializable):
             events += self.take(record)
         self.revision = revision
@@ -519,13 +534,28 @@ class EtcdJournal:
 
     def take(self, record: Record) -> list[Event]:
         """The events that a record completes. Raises `Gap` for one that is too far ahead of what was read."""
+        is_new = record.position > self.tail.position
         try:
             body = self.tail.take(record)
         except Gap as gap:
             raise self._damaged(f"has lost events: {gap}") from gap
         except ValueError as error:
             raise self._damaged(f"cannot be right: {error}") from error
+        if is_new:
+            self._count(record)
         return self._decode(body) if body is not None else []
+
+    def _count(self, record: Record) -> None:
+        with self._counting:
+            self._since_snapshot.append((record.position, len(record.body)))
+            self._log_bytes += len(record.body)
+
+    def pointed(self, pointer: Pointer) -> None:
+        """A snapshot counts that somebody has written: what it sums up is no longer needed."""
+        with self._counting:
+            while self._since_snapshot and self._since_snapshot[0][0] <= pointer.position:
+                self._log_bytes -= self._since_snapshot.popleft()[1]
+        self._snapshot_bytes = pointer.size_bytes or self._snapshot_bytes
 
     def _frames(self, body: bytes) -> Iterator[bytes]:
         start = 0
@@ -567,6 +597,7 @@ class EtcdJournal:
                 raise self._damaged(
                     f"has a record at position {record.position} that nobody can have written"
                 )
+            self._count(record)
 
     def snapshot(self, events: Iterable[Event]) -> None:
         snapshot = self.begin_snapshot()
@@ -582,8 +613,14 @@ class EtcdJournal:
         self._snapshots += 1
         return EtcdSnapshot(self, self._leading(), self._snapshots)
 
-    def sizes(self) -> None:
-        """Only etcd's own metrics say how much space it takes."""
+    def sizes(self) -> JournalSizes:
+        """Of what whoever starts has to read. How much space etcd takes for it, its own metrics say."""
+        return JournalSizes(
+            file_bytes=self._log_bytes + self._snapshot_bytes,
+            story_bytes=self._log_bytes,
+            snapshot_bytes=self._snapshot_bytes,
+            records=len(self._since_snapshot),
+        )
 
     def put_piece(self, name: str, body: bytes) -> None:
         self._change([self.log.put(name, body)])
@@ -597,6 +634,7 @@ class EtcdJournal:
             raise self._deposed("another coordinator leads")
         self._before = (self._snapshot_position, self._snapshot_revision)
         self._snapshot_position, self._snapshot_revision = pointer.position, revision
+        self.pointed(pointer)
 
     def clear_before(self, name: str) -> None:
         """What the snapshot that counts has made superfluous."""
@@ -699,6 +737,7 @@ class EtcdSnapshot:
         self._name = f"{appender.term:016x}-{number:08x}"
         self._rest = b""
         self._pieces = 0
+        self._bytes = 0
         self._digest = hashlib.sha256()
         self._counts = False
 
@@ -719,6 +758,7 @@ class EtcdSnapshot:
                 position=self._position,
                 pieces=self._pieces,
                 digest=self._digest.hexdigest(),
+                size_bytes=self._bytes,
             )
         )
         self._counts = True
@@ -732,6 +772,7 @@ class EtcdSnapshot:
     def _put(self, piece: bytes) -> None:
         self._journal.put_piece(_piece_name(self._name, self._pieces), piece)
         self._digest.update(piece)
+        self._bytes += len(piece)
         self._pieces += 1
 
 

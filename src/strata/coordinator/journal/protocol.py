@@ -79,10 +79,12 @@ class JournalSpace(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSizes:
     file_bytes: int
-    """Of the files. Freed space is used again; a file does not shrink."""
+    """Of the files, where freed space is used again and a file does not shrink; in etcd, of the snapshot and of what is after it."""
     story_bytes: int
     """Events, those of the past among them that are only kept to be shown."""
     snapshot_bytes: int
+    records: int
+    """Events, or batches of them where those are written together."""
 
 
 class Snapshot(Protocol):

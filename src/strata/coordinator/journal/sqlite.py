@@ -95,9 +95,9 @@ class SqliteJournal:
         self._db.execute(f"PRAGMA journal_size_limit={WAL_LIMIT_BYTES}")
         self._db.executescript(_SCHEMA)
         self._check_format()
-        row = self._db.execute("SELECT max(seq), total(length(body)) FROM events").fetchone()
+        row = self._db.execute("SELECT max(seq), total(length(body)), count(*) FROM events").fetchone()
         self._seq = max(row[0] or 0, self._snapshot_seq())
-        self._story_bytes = int(row[1])
+        self._story_bytes, self._story_records = int(row[1]), int(row[2])
         query = f"SELECT total(length(body)) FROM {self._snapshot_table()}"
         self._snapshot_bytes = int(self._db.execute(query).fetchone()[0])
 
@@ -144,6 +144,7 @@ class SqliteJournal:
             ) from error
         self._seq += len(rows)
         self._story_bytes += sum(len(body) for *_, body in rows)
+        self._story_records += len(rows)
 
     def snapshot(self, events: Iterable[Event]) -> None:
         snapshot = self.begin_snapshot()
@@ -162,6 +163,7 @@ class SqliteJournal:
             file_bytes=sum(file.stat().st_size for file in files if file.exists()),
             story_bytes=self._story_bytes,
             snapshot_bytes=self._snapshot_bytes,
+            records=self._story_records,
         )
 
     def _attempt(self, work: Callable[[], object]) -> None:
@@ -285,6 +287,7 @@ class SqliteSnapshot:
             return False
         self._attempt(lambda: self._db.execute("DELETE FROM events WHERE seq <= ?", (found,)))
         self._journal._story_bytes -= found_bytes
+        self._journal._story_records -= count
         return count == CLEANED_AT_ONCE
 
     def _attempt(self, work: Callable[[], object]) -> None:

@@ -4,6 +4,9 @@ Whoever has entries hands them over and continues; they are on disk a moment lat
 When more comes than the disk takes, entries are refused and counted, never waited for. Searches read on connections of
 their own, outside the interpreter's lock, and are ended when they take too long. A file that cannot be read is put
 aside and a new one started: the log is worth having, and nothing depends on it.
+
+Entries of other coordinators are taken in beside its own (`take_in`), under the numbers that they have there, and with them how far
+the stream they come from has been read: each of them once, whatever is killed when.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
 from strata.coordinator.journal.sqlite import open_or_put_aside, used_bytes
 from strata.core.telemetry.logtext import LEVELS
+from strata.core.telemetry.segments import Position
 from strata.core.views import LogView
 from strata.errors import StrataError
 
@@ -103,6 +107,15 @@ def number_of(entry_id: str) -> int:
     return min(int(entry_id.removeprefix("log_"), 16), 2**63 - 1)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Import:
+    stream: str
+    position: Position
+    entries: Sequence[LogView]
+    stored: list[LogView] | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class LogArchive:
     def __init__(self, path: Path, *, limit_bytes: int, keep_s: float) -> None:
         self.path = path
@@ -110,8 +123,11 @@ class LogArchive:
         """Entries that are not on disk, because it was too slow or failed."""
         self.is_paused: Callable[[], bool] = lambda: False
         """While it says so nothing is written: what space there is belongs to others."""
+        self.on_stored: Callable[[Sequence[LogView]], None] = lambda entries: None
+        """Called on the writer's thread with entries of its own that are on disk."""
         self._limit_bytes = limit_bytes
         self._keep_s = keep_s
+        self._imports: list[_Import] = []
         self._pending: list[LogView] = []
         self._notes: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -144,6 +160,24 @@ class LogArchive:
         with closing(self._reader()) as db:
             row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
             return bytes(row[0]) if row is not None else None
+
+    def imported(self, stream: str) -> Position | None:
+        """How far a stream of another coordinator has been taken in."""
+        body = self.note(f"archive {stream}")
+        return Position(*map(int, body.split())) if body is not None else None
+
+    def take_in(self, stream: str, position: Position, entries: Sequence[LogView]) -> list[LogView] | None:
+        """Entries of another coordinator, with how far its stream is read then. Those that are new here, once they are on disk;
+        None where they could not be written."""
+        each = _Import(stream=stream, position=position, entries=entries)
+        with self._changed:
+            if self._closing:
+                return None
+            self._imports.append(each)
+            self._hurry = True
+            self._changed.notify_all()
+        each.done.wait()
+        return each.stored
 
     def search(self, limit: int, wanted: LogFilter, *, below: int) -> list[LogView]:
         """Newest first, with numbers below `below`, at most `limit`."""
@@ -214,11 +248,16 @@ class LogArchive:
                 self._hurry = False
                 entries, self._pending = self._pending, []
                 notes, self._notes = self._notes, {}
+                imports, self._imports = self._imports, []
                 closing_now = self._closing
                 self._writing = True
             try:
                 self._store(entries, notes)
+                for each in imports:
+                    self._store_import(each)
             finally:
+                for each in imports:
+                    each.done.set()
                 with self._changed:
                     self._writing = False
                     self._changed.notify_all()
@@ -236,6 +275,7 @@ class LogArchive:
                         "INSERT OR IGNORE INTO entries VALUES (?,?,?,?,?,?,?)", map(_row, entries)
                     )
                     self._db.executemany("INSERT OR REPLACE INTO notes VALUES (?,?)", notes.items())
+                self.on_stored(entries)
             now_s = time.monotonic()
             if now_s >= self._next_tidy_s:
                 self._next_tidy_s = now_s + TIDY_EVERY_S
@@ -250,6 +290,35 @@ class LogArchive:
                 log.warning(
                     "the log cannot be written to %s, lines are kept in memory only: %s", self.path, error
                 )
+
+    def _store_import(self, each: _Import) -> None:
+        if self.is_paused():
+            return
+        oldest = int((time.time() - self._keep_s) * 1e6)
+        stored = []
+        with suppress(sqlite3.Error), self._db:
+            self._db.execute("BEGIN")
+            for entry in each.entries:
+                if number_of(entry.id) >= oldest and (placed := self._placed(entry)) is not None:
+                    self._db.execute("INSERT INTO entries VALUES (?,?,?,?,?,?,?)", _row(placed))
+                    stored.append(placed)
+            self._db.execute(
+                "INSERT OR REPLACE INTO notes VALUES (?,?)",
+                (f"archive {each.stream}", b"%d %d" % (each.position.number, each.position.rows)),
+            )
+            self._db.execute("COMMIT")
+            each.stored = stored
+
+    def _placed(self, entry: LogView) -> LogView | None:
+        """The entry under its own number, or the next that is free; None where it is here already."""
+        number, row = number_of(entry.id), _row(entry)
+        while True:
+            found = self._db.execute("SELECT * FROM entries WHERE id = ?", (number,)).fetchone()
+            if found is None:
+                return replace(entry, id=f"log_{number:08x}")
+            if found[1:] == row[1:]:
+                return None
+            number += 1
 
     def _make_space(self) -> None:
         """The oldest go: what is too old, and a little more than what is too much."""

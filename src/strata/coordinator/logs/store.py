@@ -42,6 +42,8 @@ COALESCE_S = 0.1
 KEEPALIVE_S = 15.0
 FOLLOWED_AT_ONCE = 1_000
 """A reader that follows is sent so many entries at a time, and how many more there were."""
+FOLLOWED_S = 300.0
+"""Entries of another coordinator that are older are found by searching, and not sent to those who follow."""
 RESUMED_AT_ONCE = 10_000
 """One that comes back is sent so many that it has not seen."""
 
@@ -91,6 +93,10 @@ class LogStore:
         self._characters_kept = characters_kept
         self._characters = 0
         self._entries: deque[LogView] = deque()
+        """By number."""
+        self._arrivals: deque[LogView] = deque()
+        """As they came, for those who follow: of another coordinator some come later than their numbers say."""
+        self._arrived = 0
         self._number = 0
         if archive is not None:
             self._number = archive.last_number
@@ -108,7 +114,7 @@ class LogStore:
 
     @property
     def total(self) -> int:
-        """Entries taken in since the start: a follower's position."""
+        """Entries taken in since the start."""
         return sum(self.counts.values())
 
     # --- taking in ------------------------------------------------------------------------------------------
@@ -217,10 +223,36 @@ class LogStore:
         for entry in entries:
             self.counts[entry.level] += 1
         self._keep(entries)
+        self._arrive(entries)
         if self.archive is not None:
             self.archive.put(entries)
+
+    def _arrive(self, entries: Sequence[LogView]) -> None:
+        self._arrivals.extend(entries)
+        while len(self._arrivals) > len(self._entries):
+            self._arrivals.popleft()
+        self._arrived += len(entries)
         self._news.set()
         self.on_entries(entries)
+
+    def merge(self, entries: Sequence[LogView]) -> None:
+        """Entries of another coordinator, which are on disk. Older ones than those in memory stay there; followers are sent those
+        of late, for the others are history."""
+        if not entries:
+            return
+        self._number = max(self._number, number_of(entries[-1].id))
+        recent_s = time.time() - FOLLOWED_S
+        recent = [entry for entry in entries if entry.timestamp >= recent_s]
+        oldest = number_of(self._entries[0].id) if self._entries else 0
+        placed = [entry for entry in entries if number_of(entry.id) > oldest] if oldest else recent
+        if placed:
+            newer: list[LogView] = []
+            while self._entries and number_of(self._entries[-1].id) > number_of(placed[0].id):
+                newer.append(self._entries.pop())
+            self._characters -= sum(len(entry.message) for entry in newer)
+            self._keep(sorted([*placed, *newer], key=lambda entry: number_of(entry.id)))
+        if recent:
+            self._arrive(recent)
 
     def _keep(self, entries: Sequence[LogView]) -> None:
         self._entries.extend(entries)
@@ -259,15 +291,15 @@ class LogStore:
         """Entries as they come, oldest first, from the one after `wanted.after` or from now on. Empty: still here."""
         self.followers += 1
         try:
-            at = self.total
+            at = self._arrived
             if wanted.after is not None:
                 yield (await self.search(RESUMED_AT_ONCE, wanted))[::-1]
             while not self._closed:
-                if at == self.total and not await self._has_news():
+                if at == self._arrived and not await self._has_news():
                     yield []
                     continue
-                fresh, at = self.total - at, self.total
-                seen = list(islice(reversed(self._entries), fresh))[::-1]
+                fresh, at = self._arrived - at, self._arrived
+                seen = list(islice(reversed(self._arrivals), fresh))[::-1]
                 entries = [entry for entry in seen if wanted(entry)]
                 missed = fresh - len(seen) + max(0, len(entries) - FOLLOWED_AT_ONCE)
                 if missed:

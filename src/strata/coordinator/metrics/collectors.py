@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from strata.coordinator.archive import Archive
 from strata.coordinator.engine import Engine
+from strata.coordinator.leadership import Standing
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.watch import JobMetrics, Watch
 from strata.core import views
@@ -59,11 +61,16 @@ class StorageCollector(Collector):
         sizes = self._engine.journal_sizes
         if sizes is not None:
             for name, about, size_bytes in (
-                ("strata_journal_bytes", "The journal's files", sizes.file_bytes),
+                ("strata_journal_bytes", "The journal's files, or keys in etcd", sizes.file_bytes),
                 ("strata_journal_events_bytes", "Events that the journal keeps", sizes.story_bytes),
                 ("strata_journal_snapshot_bytes", "The newest snapshot in the journal", sizes.snapshot_bytes),
             ):
                 yield GaugeMetricFamily(name, about, value=size_bytes)
+            yield GaugeMetricFamily(
+                "strata_journal_records",
+                "Events that the journal keeps; in etcd, batches of them since the newest snapshot",
+                value=sizes.records,
+            )
         yield CounterMetricFamily(
             "strata_journal_compactions",
             "Compactions of the journal in the background",
@@ -73,6 +80,58 @@ class StorageCollector(Collector):
         for kind, count in views.objects(self._engine.cluster).items():
             objects.add_metric([kind], count)
         yield objects
+
+
+class LeadershipCollector(Collector):
+    """Which of several coordinators leads, as this one sees it. A single one leads, in term 0."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+
+    def collect(self) -> Iterator[Metric]:
+        standing = self._standing
+        yield GaugeMetricFamily(
+            "strata_leader", "Whether this coordinator leads", value=standing.role == "leader"
+        )
+        yield GaugeMetricFamily("strata_leader_term", "The term of whoever leads", value=standing.term)
+        yield CounterMetricFamily(
+            "strata_elections",
+            "Times that a coordinator began to lead while this one looked on",
+            value=standing.elections_total,
+        )
+        yield GaugeMetricFamily(
+            "strata_standby_behind_records",
+            "Records of the journal that a standby has not applied yet",
+            value=standing.behind,
+        )
+
+
+class ArchiveCollector(Collector):
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+
+    def collect(self) -> Iterator[Metric]:
+        archive = self._archive
+        yield GaugeMetricFamily(
+            "strata_archive_lag_seconds",
+            "Age of the oldest log line or metric that is not in the archive yet",
+            value=archive.lag_s(),
+        )
+        yield GaugeMetricFamily(
+            "strata_archive_waiting_bytes",
+            "What is kept on disk for the archive",
+            value=archive.outbox.waiting_bytes,
+        )
+        for name, about, count in (
+            ("strata_archive_uploads", "Objects written to the archive", archive.uploads_total),
+            ("strata_archive_failures", "Times that the archive could not be used", archive.failures_total),
+            (
+                "strata_archive_lost",
+                "Records of logs and metrics that are on this disk alone: too many waited",
+                archive.outbox.lost_total,
+            ),
+        ):
+            yield CounterMetricFamily(name, about, value=count)
 
 
 class JobCollector(Collector):

@@ -6,6 +6,10 @@ and above them a pyramid of buckets (`core.telemetry.downsampling`), in which re
 When the file is full, the finest level of the oldest values is removed, then the next, so that the shape of every curve
 stays; last of all, whole runs, that which was longest silent first.
 
+Batches of a start are numbered from 1 on: those that never came here are known (`gaps`), and said. What other coordinators have
+kept is taken in beside (`take_in`), with how far their streams have been read: each batch once, whoever brings it, and at its
+place among the steps, however late.
+
 Values belong to one start of a run. Which of them are committed is decided by `core.telemetry.branches` when they are read.
 
 Whoever has a batch hands it over and continues. One thread writes; reading happens on other threads, each with a connection
@@ -23,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,7 @@ from strata.core.telemetry.run_metrics import (
     RunView,
     StartView,
 )
+from strata.core.telemetry.segments import Position
 
 log = logging.getLogger("strata.coordinator.metrics")
 
@@ -103,6 +108,10 @@ CREATE TABLE IF NOT EXISTS details (start INTEGER PRIMARY KEY, body BLOB NOT NUL
 CREATE TABLE IF NOT EXISTS annotations (
     run INTEGER PRIMARY KEY, tags TEXT NOT NULL, notes TEXT NOT NULL, at REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS gaps (
+    start INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, PRIMARY KEY (start, first)
+);
+CREATE TABLE IF NOT EXISTS imported (stream TEXT PRIMARY KEY, number INTEGER NOT NULL, taken INTEGER NOT NULL);
 """
 
 Kept = Callable[[], None]
@@ -134,6 +143,36 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBatch:
+    """A batch as another coordinator has kept it."""
+
+    run: str
+    job: str
+    batch: MetricBatch
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """What people have written about a run."""
+
+    run: str
+    job: str | None
+    tags: list[str]
+    notes: str
+    at_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Import:
+    stream: str
+    position: Position
+    records: Sequence[KeptBatch | Annotation]
+    is_stored: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
     """A start as it is kept."""
 
@@ -158,12 +197,16 @@ class RunHistory:
         self.path = path
         self.is_paused: Callable[[], bool] = lambda: False
         """While it says so nothing is written: what space there is belongs to others."""
+        self.on_batches: Callable[[Sequence[KeptBatch]], None] = lambda batches: None
+        """Called on the writer's thread with batches that are about to be kept, and are answered for after that. One may come again."""
+        self.on_annotation: Callable[[Annotation], None] = lambda annotation: None
         self.values_total = 0
         """Values kept since the start."""
         self.dropped_total = 0
         self._limit_bytes = limit_bytes
         self._waiting: list[_Waiting] = []
         self._waiting_bytes = 0
+        self._imports: list[_Import] = []
         self._changed = threading.Condition()
         self._hurry = False
         self._writing = False
@@ -245,17 +288,32 @@ class RunHistory:
         with closing(sqlite3.connect(self.path, timeout=READ_LIMIT_S, isolation_level=None)) as db:
             with _transaction(db):
                 before = _annotations(db, run, job)
-                db.execute(
-                    "INSERT OR REPLACE INTO annotations (run, tags, notes, at) "
-                    "SELECT id, ?3, ?4, ?5 FROM runs WHERE run = ?1 AND (?2 IS NULL OR job = ?2)",
-                    (
-                        run,
-                        job,
-                        orjson.dumps(before[0] if tags is None else list(tags)).decode(),
-                        before[1] if notes is None else notes,
-                        time.time(),
-                    ),
+                annotation = Annotation(
+                    run=run,
+                    job=job,
+                    tags=before[0] if tags is None else list(tags),
+                    notes=before[1] if notes is None else notes,
+                    at_s=time.time(),
                 )
+                _annotate(db, annotation)
+        self.on_annotation(annotation)
+
+    def imported(self, stream: str) -> Position | None:
+        """How far a stream of another coordinator has been taken in."""
+        with self._reader() as db:
+            row = db.execute("SELECT number, taken FROM imported WHERE stream = ?", (stream,)).fetchone()
+        return Position(*row) if row is not None else None
+
+    def take_in(self, stream: str, position: Position, records: Sequence[KeptBatch | Annotation]) -> bool:
+        """What another coordinator has kept, with how far its stream is read then. Whether it is on disk here."""
+        each = _Import(stream=stream, position=position, records=records)
+        with self._changed:
+            if self._closing:
+                return False
+            self._imports.append(each)
+            self._changed.notify_all()
+        each.done.wait()
+        return each.is_stored
 
     def resolve(self, name: str, *, job: str | None = None) -> str:
         """The run of this id, or the latest of this job; raises `Unknown`."""
@@ -287,6 +345,11 @@ class RunHistory:
             for each in starts:
                 for name, view in _totals(db, each, tails.get(each.id, [])):
                     metrics[name] = _together(metrics.get(name), view)
+            (missing,) = db.execute(
+                "SELECT coalesce(sum(gaps.last - gaps.first + 1), 0) FROM gaps JOIN starts ON starts.id = gaps.start "
+                "JOIN runs ON runs.id = starts.run WHERE runs.run = ?1 AND (?2 IS NULL OR job = ?2)",
+                (run, job),
+            ).fetchone()
             (dropped,) = db.execute(
                 "SELECT coalesce(sum(dropped), 0) FROM runs WHERE run = ?1 AND (?2 IS NULL OR job = ?2)",
                 (run, job),
@@ -306,6 +369,7 @@ class RunHistory:
                 ],
                 metrics=[metrics[name] for name in sorted(metrics)],
                 dropped=dropped,
+                missing_batches=missing,
             )
 
     def curves(
@@ -366,33 +430,44 @@ class RunHistory:
         while True:
             with self._changed:
                 if self._changed.wait_for(
-                    lambda: self._closing or self._hurry or bool(self._waiting), IDLE_S
+                    lambda: self._closing or self._hurry or bool(self._waiting or self._imports), IDLE_S
                 ):
                     self._changed.wait_for(lambda: self._closing or self._hurry, GATHER_S)
                 self._hurry = False
                 waiting, self._waiting = self._waiting, []
                 self._waiting_bytes = 0
+                imports, self._imports = self._imports, []
                 closing_now = self._closing
                 self._writing = True
             try:
-                self._store(waiting)
+                self._store(waiting, imports)
             finally:
+                for each in imports:
+                    each.done.set()
                 with self._changed:
                     self._writing = False
                     self._changed.notify_all()
             if closing_now:
                 return
 
-    def _store(self, waiting: list[_Waiting]) -> None:
+    def _store(self, waiting: list[_Waiting], imports: list[_Import]) -> None:
         try:
             if self.is_paused():
                 raise sqlite3.OperationalError("the disk is full")
             if waiting:
+                now_s = time.time()
+                self.on_batches(
+                    [KeptBatch(run=each.run, job=each.job, batch=each.batch, at_s=now_s) for each in waiting]
+                )
                 with _transaction(self._db):
                     for each in waiting:
                         self._take(each.run, each.job, each.batch)
                 for each in waiting:
                     each.kept()
+            for imported in imports:
+                with _transaction(self._db):
+                    self._take_in(imported)
+                imported.is_stored = True
             for run, (values, rows) in list(self._tails.items()):
                 if values >= TAIL_VALUES or rows >= TAIL_ROWS:
                     with _transaction(self._db):
@@ -414,22 +489,40 @@ class RunHistory:
                     error,
                 )
 
-    def _take(self, run_name: str, job: str, batch: MetricBatch) -> None:
-        now_s = time.time()
+    def _take_in(self, imported: _Import) -> None:
+        late: set[int] = set()
+        for each in imported.records:
+            match each:
+                case KeptBatch():
+                    run = self._take(each.run, each.job, each.batch, at_s=each.at_s)
+                    late |= {run} if run is not None else set()
+                case Annotation():
+                    _annotate(self._db, each)
+        for run in late:
+            self._settle(run, is_late=True)
+            self._note_cuts(run)
+        self._db.execute(
+            "INSERT OR REPLACE INTO imported (stream, number, taken) VALUES (?, ?, ?)",
+            (imported.stream, imported.position.number, imported.position.rows),
+        )
+
+    def _take(self, run_name: str, job: str, batch: MetricBatch, *, at_s: float | None = None) -> int | None:
+        """The run, if the batch is new and others that come after it are here already."""
+        now_s = time.time() if at_s is None else at_s
         (run,) = self._db.execute(
             "INSERT INTO runs (run, job, created, touched) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (run, job) DO UPDATE SET touched = excluded.touched RETURNING id",
+            "ON CONFLICT (run, job) DO UPDATE SET touched = max(touched, excluded.touched), "
+            "created = min(created, excluded.created) RETURNING id",
             (run_name, job, now_s, now_s),
         ).fetchone()
         start = self._start(run, batch.start)
-        if (
-            self._db.execute(
-                "UPDATE starts SET last_batch = ?1 WHERE id = ?2 AND last_batch < ?1 RETURNING id",
-                (batch.number, start),
-            ).fetchone()
-            is None
-        ):
-            return  # It has come before.
+        (last,) = self._db.execute("SELECT last_batch FROM starts WHERE id = ?", (start,)).fetchone()
+        is_late = batch.number <= last
+        if is_late and not self._fill_gap(start, batch.number):
+            return None  # It has come before.
+        if not is_late:
+            self._db.execute("UPDATE starts SET last_batch = ? WHERE id = ?", (batch.number, start))
+            self._note_gap(start, last + 1, batch.number - 1)
         if batch.dropped:
             self._drop(run, batch.dropped)
         if batch.details is not None:
@@ -440,6 +533,23 @@ class RunHistory:
         for rows in batch.rows:
             if len(rows.steps):
                 self._append(run, start, rows)
+        return int(run) if is_late else None
+
+    def _note_gap(self, start: int, first: int, last: int) -> None:
+        if first <= last:
+            self._db.execute("INSERT INTO gaps (start, first, last) VALUES (?, ?, ?)", (start, first, last))
+
+    def _fill_gap(self, start: int, number: int) -> bool:
+        """Whether it was missing."""
+        found = self._db.execute(
+            "DELETE FROM gaps WHERE start = ?1 AND first <= ?2 AND last >= ?2 RETURNING first, last",
+            (start, number),
+        ).fetchone()
+        if found is None:
+            return False
+        self._note_gap(start, found[0], number - 1)
+        self._note_gap(start, number + 1, found[1])
+        return True
 
     def _start(self, run: int, start: Start) -> int:
         found = self._db.execute(
@@ -488,15 +598,15 @@ class RunHistory:
 
     # --- columns --------------------------------------------------------------------------------------------
 
-    def _settle(self, run: int) -> None:
+    def _settle(self, run: int, *, is_late: bool = False) -> None:
         try:
-            self._make_columns(run)
+            self._make_columns(run, is_late=is_late)
         except ValueError as error:
             log.warning("the history of a run is damaged (%s) and begins anew", error)
             self._forget(run)
 
-    def _make_columns(self, run: int) -> None:
-        """Of all rows of the run that are none yet."""
+    def _make_columns(self, run: int, *, is_late: bool) -> None:
+        """Of all rows of the run that are none yet. `is_late`: some belong before what is in columns."""
         self._tails.pop(run, None)
         order = "SELECT start, names, steps, times, vals FROM tail WHERE run = ? ORDER BY start, id"
         by_kind: dict[tuple[int, bytes], list[MetricRows]] = {}
@@ -519,22 +629,29 @@ class RunHistory:
             elif (steps[1:] < steps[:-1]).any():
                 order_of = np.argsort(steps, kind="stable")
                 steps, values = steps[order_of], values[order_of]
-            self._extend(run, start, name, Buckets.of(steps, values))
+            self._extend(run, start, name, Buckets.of(steps, values), is_late=is_late)
         self._db.execute("DELETE FROM tail WHERE run = ?", (run,))
 
-    def _extend(self, run: int, start: int, name: str, fresh: Buckets) -> None:
+    def _extend(self, run: int, start: int, name: str, fresh: Buckets, *, is_late: bool = False) -> None:
         row = self._db.execute(
-            "SELECT id, count, total FROM series WHERE start = ? AND name = ?", (start, name)
+            "SELECT id, count, total, last_step FROM series WHERE start = ? AND name = ?", (start, name)
         ).fetchone()
+        if is_late and row is not None and row[1] and int(fresh.first.min()) <= row[3]:
+            together = self._sorted_together(row[0], row[1], fresh, is_time=name == TIME)
+            if together is None:
+                self._drop(run, len(fresh))
+                return
+            fresh, row = together, (row[0], 0, None, None)
         if row is None:
             (names,) = self._db.execute("SELECT count(*) FROM series WHERE start = ?", (start,)).fetchone()
             if names >= NAMES_LIMIT and name != TIME:
                 self._drop(run, len(fresh))
                 return
             row = self._db.execute(
-                "INSERT INTO series (start, name) VALUES (?, ?) RETURNING id, count, total", (start, name)
+                "INSERT INTO series (start, name) VALUES (?, ?) RETURNING id, count, total, last_step",
+                (start, name),
             ).fetchone()
-        series, count, before = row
+        series, count, before, _ = row
         total = _together(_loaded(before) if before is not None else None, _view(name, fresh))
         first_step, last_step = int(fresh.first.min()), int(fresh.last.max())
         for level in range(TOP + 1):
@@ -551,6 +668,25 @@ class RunHistory:
             "last_step = max(coalesce(last_step, ?4), ?4) WHERE id = ?5",
             (total.count, orjson.dumps(total), first_step, last_step, series),
         )
+
+    def _sorted_together(self, series: int, count: int, late: Buckets, *, is_time: bool) -> Buckets | None:
+        """All values of a series with those that came late among them, to be put into columns anew; None where some of them are
+        no longer kept by themselves."""
+        whole = list(_pieces(self._db, series, 0, count, 0))
+        if sum(map(len, whole)) != count or any((part.count != 1).any() for part in whole):
+            return None
+        together = joined([*whole, late])
+        if is_time:
+            together = together[np.unique(together.last, return_index=True)[1]]
+        else:
+            together = together[np.argsort(together.last, kind="stable")]
+        self._db.execute("DELETE FROM chunks WHERE series = ?", (series,))
+        self._db.execute(
+            "UPDATE series SET count = 0, first_step = NULL, last_step = NULL, cut = NULL, of_cut = NULL "
+            "WHERE id = ?",
+            (series,),
+        )
+        return together
 
     def _partial_chunk(self, series: int, level: int, there: int) -> Buckets:
         """The buckets of the last chunk, if it is not full."""
@@ -628,7 +764,10 @@ class RunHistory:
 
     def _remove(self, run: int) -> None:
         self._forget(run)
-        self._db.execute("DELETE FROM details WHERE start IN (SELECT id FROM starts WHERE run = ?)", (run,))
+        for table in ("details", "gaps"):
+            self._db.execute(
+                f"DELETE FROM {table} WHERE start IN (SELECT id FROM starts WHERE run = ?)", (run,)
+            )
         for table, column in (("annotations", "run"), ("starts", "run"), ("runs", "id")):
             self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (run,))
 
@@ -792,6 +931,23 @@ def _piece(db: sqlite3.Connection, series: int, level: int, first: int, stop: in
             yield unpack(level, *found[number])[low - begin : high - begin]
         elif level < TOP:
             yield from _piece(db, series, level + 1, low // FACTOR, -(-high // FACTOR))
+
+
+def _annotate(db: sqlite3.Connection, annotation: Annotation) -> None:
+    """Unless something newer has been written."""
+    db.execute(
+        "INSERT INTO annotations (run, tags, notes, at) "
+        "SELECT id, ?3, ?4, ?5 FROM runs WHERE run = ?1 AND (?2 IS NULL OR job = ?2) "
+        "ON CONFLICT (run) DO UPDATE SET tags = excluded.tags, notes = excluded.notes, at = excluded.at "
+        "WHERE at <= excluded.at",
+        (
+            annotation.run,
+            annotation.job,
+            orjson.dumps(annotation.tags).decode(),
+            annotation.notes,
+            annotation.at_s,
+        ),
+    )
 
 
 def _annotations(db: sqlite3.Connection, run: str, job: str | None) -> tuple[list[str], str]:

@@ -142,6 +142,8 @@ class RunMetricsView:
     """By name."""
     dropped: int
     """Values that were logged and could not be kept, because the coordinator was away too long or there were too many names."""
+    missing_batches: int = 0
+    """Batches of values that are not here: another coordinator has kept them, and they have not arrived in the archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ class Proxy:
         self.latency_s = 0.0
         self.refusing = False
         """New connections are closed at once."""
+        self.swallows: frozenset[str] = frozenset()
+        """`asked`: what clients say does not get through; `answered`: what they are answered. Connections stay open."""
         self.trickle_bytes = 0
         """If given, what comes is passed on in pieces of this size, with a pause after each."""
         self.reset_after_bytes = 0
@@ -104,7 +106,10 @@ class Proxy:
         self._links.add(link)
         self.accepted_s.append(time.monotonic())
         try:
-            await asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
+            await asyncio.gather(
+                self._pump(link, reader, far_writer, "asked"),
+                self._pump(link, far_reader, writer, "answered"),
+            )
         except asyncio.CancelledError:
             pass  # The proxy is closing; a task that ends as cancelled would be reported as an error.
         finally:
@@ -113,7 +118,9 @@ class Proxy:
             for end in link:
                 end.transport.abort()
 
-    async def _pump(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+    ) -> None:
         passed_bytes = 0
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(self.trickle_bytes or CHUNK_BYTES):
@@ -125,7 +132,7 @@ class Proxy:
                     for end in link:
                         end.transport.abort()
                     return
-                if link not in self._stalled:
+                if link not in self._stalled and way not in self.swallows:
                     writer.write(data)
                     await writer.drain()
         if link not in self._stalled:

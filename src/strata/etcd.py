@@ -82,6 +82,20 @@ class EtcdClient:
                 self._token = ""  # It ran out, or a member has not heard of it.
                 return self._try_endpoints(path, text)
 
+    def metrics(self) -> str:
+        """What the member that is asked says about itself, as Prometheus reads it. Raises as `post`, and where it is served elsewhere."""
+        with self._lock:
+            connection = self._connect(*self._endpoints[0])
+            try:
+                connection.request("GET", "/metrics")
+                response = connection.getresponse()
+                text = response.read().decode(errors="replace")
+            finally:
+                connection.close()
+        if response.status != 200:
+            raise ConnectionError(f"HTTP {response.status}")
+        return text
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Every message of an answer that does not end by itself, from a connection of its own. Ends with an exception of
         `FAILURES`, at the latest when the client is closed."""

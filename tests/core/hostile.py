@@ -27,6 +27,7 @@ from strata.core.messages import (
     FileSpan,
     JobId,
     NoteProgress,
+    NoteWhereabouts,
     NotifyCheckpoint,
     PlanEpoch,
     QuarantineHost,
@@ -193,6 +194,7 @@ by_kind: dict[type[Command], st.SearchStrategy[Any]] = {
     StopTask: built(StopTask, task_id=names.map(TaskId), reason=texts),
     RestartTask: built(RestartTask, task_id=names.map(TaskId), reason=texts),
     QueueTask: built(QueueTask, task_id=names.map(TaskId), reason=texts),
+    NoteWhereabouts: built(NoteWhereabouts, task_id=names.map(TaskId), attempt=counts, reason=texts),
     BeginAttempt: built(BeginAttempt, task_id=names.map(TaskId), reason=texts),
     EndAttempt: built(
         EndAttempt,

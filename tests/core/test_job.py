@@ -26,6 +26,7 @@ from strata.core.jobs.job import (
     Stop,
     Survey,
 )
+from strata.core.jobs.peers import PEER
 from strata.core.types import CheckpointId
 
 A, B, C = CheckpointId("a"), CheckpointId("b"), CheckpointId("c")
@@ -182,6 +183,23 @@ def test_all_copies_of_one_part_damaged_is_the_checkpoint_before() -> None:
     assert isinstance(older, LoadShards)
     assert older.offer.checkpoint_id == A
     assert older.struck == ()
+
+
+def test_a_damaged_part_of_a_destination_is_fetched_from_a_peer_that_has_it() -> None:
+    job = protocol()
+    elsewhere = replace(image(B, 1, of=2, where="peer"), tier=PEER, holder="m7")
+    load = job.surveyed(
+        surveys((image(B, 0, of=2), elsewhere), destinations=(stored(A), stored(B)), machines=1)
+    )
+    assert isinstance(load, LoadShards)
+    assert [source.offer.where for source in load.sources] == [
+        "image-b-0",
+        "disk",
+    ]  # Nothing has to be fetched.
+    again = job.loaded([failed("disk/1")])
+    assert isinstance(again, LoadShards)
+    assert [source.offer.where for source in again.sources] == ["image-b-0", "peer", "disk"]
+    assert isinstance(job.loaded([FINE]), Resume)
 
 
 def test_a_part_that_was_struck_before_is_nothing_new_but_a_source_beside_it_is() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.checkpoint.catalog.manifest import BYTES, CheckpointId, Manifest
-from strata.core.jobs.lineage import fallback_order, removable
+from strata.core.jobs.lineage import CompletionOrder, fallback_order, removable
 
 
 def checkpoint(
@@ -171,3 +171,20 @@ def test_every_checkpoint_is_in_the_order_exactly_once_and_newest_first_on_its_f
     ordered = fallback_order(history)
     assert sorted(names(ordered)) == sorted(names(history))
     assert ordered[0] == max(history, key=lambda manifest: manifest.order)
+
+
+@given(steps=st.lists(st.integers(1, 40), unique=True, max_size=20))
+def test_whatever_ends_last_has_its_place_among_the_saves_of_its_generation(steps: list[int]) -> None:
+    order, timeline = CompletionOrder(), list[int]()
+    for step in steps:
+        newer = order.completed(CheckpointId(f"c{step}"), step)
+        at = len(timeline) if newer is None else timeline.index(int(newer[1:]))
+        timeline.insert(at, step)
+    assert timeline == sorted(steps)
+
+
+def test_what_is_removed_succeeds_nothing() -> None:
+    order = CompletionOrder()
+    order.completed(CheckpointId("c2"), 2)
+    order.removed(CheckpointId("c2"))
+    assert order.completed(CheckpointId("c1"), 1) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -11,10 +12,13 @@ from strata.core.fleet.tasks import ENDED, Task, Tasks
 from strata.core.messages import (
     Conflict,
     CreateTask,
+    Event,
     ExitCause,
     InvalidArgument,
     NoteProgress,
+    NoteWhereabouts,
     Overloaded,
+    StopTask,
     TaskChanged,
     TaskId,
     TaskStatus,
@@ -184,6 +188,24 @@ def test_a_pending_task_says_why_it_waits() -> None:
     assert fleet.queue_task("2nd in the queue").events == ()
     fleet.begin()
     assert fleet.queue_task("3rd in the queue").events == ()
+
+
+def test_a_running_task_says_who_looks_after_it_and_only_that_changes() -> None:
+    fleet = Fleet()
+    fleet.create_task()
+    fleet.begin()
+    before = fleet.cluster.tasks.get(TaskId("t"))
+
+    def note(reason: str, *, attempt: int = 1) -> list[Event]:
+        command = NoteWhereabouts(task_id=TaskId("t"), attempt=attempt, reason=reason)
+        return list(fleet.do(command).events)
+
+    assert len(note("its machine is away")) == 1
+    assert fleet.cluster.tasks.get(TaskId("t")) == replace(before, reason="its machine is away")
+    assert note("its machine is away") == []
+    assert note("an earlier one", attempt=0) == []
+    fleet.do(StopTask(task_id=TaskId("t"), reason="enough"))
+    assert note("its machine is back") == [], "that it stops matters more"
 
 
 def test_timestamps_say_when_it_was_created_first_started_and_last_ended() -> None:

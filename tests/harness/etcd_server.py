@@ -12,7 +12,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.support_network import Network
 from tests.support_programs import program
 
 PORTS_FROM, PORTS_UPTO = (
@@ -54,31 +56,42 @@ class EtcdServer:
     """A member; alone, unless `EtcdCluster` says who else there is. `options`: further arguments."""
 
     def __init__(
-        self, folder: Path, *, name: str = "n0", options: Sequence[str] = (), fsync: bool = False
+        self,
+        folder: Path,
+        *,
+        name: str = "n0",
+        options: Sequence[str] = (),
+        fsync: bool = False,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`prefix`: words before its command, such as those that put it into a network namespace, where it has the address `host`."""
+        self.host = host
+        self.prefix = list(prefix)
         self.folder = folder
         self.name = name
         self.port, self.peer_port = free_port(), free_port()
         self.scheme = "http"
         self.tls: ssl.SSLContext | None = None
         """How it is asked for its health, where `scheme` is https."""
-        self.members = f"{name}=http://127.0.0.1:{self.peer_port}"
+        self.members = f"{name}=http://{host}:{self.peer_port}"
         self.options = [*([] if fsync else ["--unsafe-no-fsync"]), *options]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         self.begin()
         self.wait()
 
     def begin(self) -> None:
-        client, peer = f"{self.scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        client, peer = f"{self.scheme}://{self.endpoint}", f"http://{self.host}:{self.peer_port}"
         with open(self.folder / "etcd.log", "ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *self.prefix,
                     program("etcd"),
                     f"--name={self.name}",
                     f"--data-dir={self.folder / 'data'}",
@@ -125,11 +138,18 @@ class EtcdServer:
 class EtcdCluster:
     """Several members on this machine. Use as a context manager."""
 
-    def __init__(self, folder: Path, *, members: int = 3, fsync: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, members: int = 3, fsync: bool = False, network: Network | None = None
+    ) -> None:
+        """`network`: each member is on a machine of its own there."""
         self.members = []
         for number in range(members):
             (folder / f"n{number}").mkdir(parents=True)
-            self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}", fsync=fsync))
+            place: dict[str, Any] = {}
+            if network is not None:
+                prefix = (program("ip"), "netns", "exec", network.namespace(number))
+                place = {"host": network.address(number), "prefix": prefix}
+            self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}", fsync=fsync, **place))
         everyone = ",".join(member.members for member in self.members)
         for member in self.members:
             member.members = everyone

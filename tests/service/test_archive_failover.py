@@ -35,6 +35,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
                 tmp_path,
                 etcd.endpoint,
                 stack,
+                journals=None,
                 STRATA_ARCHIVE="s3://fleet/archive",
                 **server.environment(),
             )

@@ -40,11 +40,25 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 class Pair:
     """Two coordinators over one journal."""
 
-    def __init__(self, folder: Path, endpoints: str, stack: ExitStack, **env: str) -> None:
-        journal = f"etcd://{endpoints}{next(_prefixes)}"
+    def __init__(
+        self,
+        folder: Path,
+        endpoints: str,
+        stack: ExitStack,
+        *,
+        journals: tuple[str, str] | None = None,
+        **env: str,
+    ) -> None:
+        """`journals`: ways to etcd, where each has its own."""
+        prefix = next(_prefixes)
         self.both = [
-            Coordinator(folder / name, "--journal", journal, env={"STRATA_HEARTBEAT_TIMEOUT": "600", **env})
-            for name in "ab"
+            Coordinator(
+                folder / name,
+                "--journal",
+                f"etcd://{way}{prefix}",
+                env={"STRATA_HEARTBEAT_TIMEOUT": "600", **env},
+            )
+            for name, way in zip("ab", journals or (endpoints, endpoints), strict=True)
         ]
         for each in self.both:
             stack.callback(self._stop, each)

@@ -131,6 +131,23 @@ def test_what_retention_removes_leaves_the_registry(shared: Coordinator, links: 
     assert (record["run_id"], record["generation"]) == ("run of tidy", 1)
 
 
+def test_a_save_that_a_newer_one_overtook_does_not_become_the_newest(
+    shared: Coordinator, links: Links
+) -> None:
+    link = links(job="overtaken", worker_id="overtaken-0")
+    link.reconcile([])
+    for step in (
+        1,
+        3,
+        2,
+    ):  # The second was still being uploaded when the third was skipped by that destination.
+        save(link, step, job="overtaken")
+    until_completed(shared, "overtaken", {1, 2, 3})
+    latest = link._orchestrator.latest_checkpoint()
+    assert latest is not None
+    assert latest.step == 3
+
+
 def test_a_job_that_starts_reports_what_exists_and_the_rest_is_removed(
     shared: Coordinator, links: Links
 ) -> None:

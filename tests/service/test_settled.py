@@ -261,6 +261,6 @@ async def test_a_deposed_leader_ends_sessions_instead_of_answering_them(tmp_path
         heard = set()
         with suppress(grpc.aio.AioRpcError):
             async with asyncio.timeout(PATIENCE_S):
-                while (message := await stream.read()) is not grpc.aio.EOF:
+                async for message in stream:
                     heard.add(message.WhichOneof("body"))
         assert not heard & {"barrier", "outcomes", "stale"}

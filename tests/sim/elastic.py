@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from strata.core.cluster import Cluster
 from strata.core.data.ledger import DataCommit
 from strata.core.jobs.job import MEMORY, LoadShards, Resume
+from strata.core.jobs.lineage import CompletionOrder
 from strata.core.jobs.peers import PEER
 from strata.core.messages import (
     CheckpointId,
@@ -31,7 +32,7 @@ from strata.core.messages import (
     WorkerId,
 )
 from tests.sim.coordinator import Request
-from tests.sim.job import Checkpoint, Destination, Life, Machine, ShardedLife, Simulation
+from tests.sim.job import Checkpoint, Destination, Life, Machine, ShardedLife, Simulation, Upload
 from tests.sim.machines import MachineProcess
 from tests.sim.oracle import must
 from tests.sim.replicas import Front
@@ -60,6 +61,7 @@ class ElasticProcess(MachineProcess):
         self.notices: list[NotifyCheckpoint] = []
         self._reports = Front(job.whole, machine)
         self._reporting = 0
+        self.order = CompletionOrder()
         super().__init__(job.whole, name, machine)
 
     @property
@@ -86,6 +88,7 @@ class ElasticProcess(MachineProcess):
         try:
             attempt = self.job.attempt(topology)
             yield from self._barrier("enter", topology.generation * 100 + attempt, topology)
+            self.order = CompletionOrder()
             part = self.job.enter(self, topology, attempt)
             is_told = False
             while not part.life.is_over:
@@ -99,6 +102,10 @@ class ElasticProcess(MachineProcess):
                 if now.generation != topology.generation:
                     break
             self.job.leave(self, "is re-formed")
+            if topology.rank == 0 and part.life.is_training and not is_told:
+                self.part = part
+                yield from self._take_stock(part.life, topology)
+                self.part = None
             yield from self._finish_reports()
             return part.life.outcome in ("finished", "stops: unloadable")
         except (Broken, InvalidArgument):
@@ -138,7 +145,9 @@ class ElasticProcess(MachineProcess):
 
     # --- what it reports, in the background -----------------------------------------------------------------
 
-    def _notice(self, checkpoint: Checkpoint, status: str, *, tier: str = "disk") -> NotifyCheckpoint:
+    def _notice(
+        self, checkpoint: Checkpoint, status: str, *, tiers: tuple[str, ...] = ("disk",)
+    ) -> NotifyCheckpoint:
         assert self.topology is not None
         return NotifyCheckpoint(
             worker_id=self.worker_id,
@@ -151,7 +160,7 @@ class ElasticProcess(MachineProcess):
             path=f"/c/{checkpoint.checkpoint_id}",
             size_bytes=1,
             status=status,  # type: ignore[arg-type]
-            tiers=(tier,),
+            tiers=tiers,
             digest=str(checkpoint.checkpoint_id),
             duration_s=0.0,
             parent_id="",
@@ -162,8 +171,13 @@ class ElasticProcess(MachineProcess):
             run_generation=checkpoint.generation,
         )
 
-    def report(self, checkpoint: Checkpoint, status: str, tier: str, generation: int) -> None:
-        notice = replace(self._notice(checkpoint, status, tier=tier), run_generation=generation)
+    def report(self, checkpoint: Checkpoint, status: str, tiers: tuple[str, ...], generation: int) -> None:
+        notice = replace(self._notice(checkpoint, status, tiers=tiers), run_generation=generation)
+        if status == "completed":
+            newer = self.order.completed(checkpoint.checkpoint_id, checkpoint.step)
+            notice = replace(notice, succeeded_by=newer or "")
+        elif status == "removed":
+            self.order.removed(checkpoint.checkpoint_id)
         if checkpoint.generation != generation:
             notice = replace(notice, saved_generation=checkpoint.generation)
         self.notices.append(notice)
@@ -228,7 +242,8 @@ class ElasticJob(Simulation):
         self._open: list[Part] = []
         self._attempts: dict[int, int] = {}
         self._launch = 0
-        self._known: dict[str, Machine] = {}
+        self._late: set[str] = set()
+        self._lost: dict[str, Machine] = {}
         self._data: dict[CheckpointId, str] = {}
 
     def _begin(self) -> None:
@@ -243,9 +258,12 @@ class ElasticJob(Simulation):
 
     def machine(self, name: str) -> Machine:
         """One that is lost, too: members are known by their names."""
-        for machine in self.machines:
-            self._known[machine.name] = machine
-        return self._known[name]
+        found = next((machine for machine in self.machines if machine.name == name), None)
+        return found if found is not None else self._lost[name]
+
+    def lose_machine(self, lost: Machine) -> None:
+        self._lost[lost.name] = lost
+        super().lose_machine(lost)
 
     def data_json(self, checkpoint: Checkpoint) -> str:
         name = checkpoint.checkpoint_id
@@ -254,7 +272,9 @@ class ElasticJob(Simulation):
         return self._data[name]
 
     def existing(self) -> set[str]:
-        return {str(name) for destination in self.destinations for name in destination.checkpoints}
+        """Without what a superseded generation has published since: nobody needs to know of it."""
+        found = {str(name) for destination in self.destinations for name in destination.checkpoints}
+        return found - self._late
 
     # --- lives ----------------------------------------------------------------------------------------------
 
@@ -350,21 +370,26 @@ class ElasticJob(Simulation):
 
     def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         self.whole.counts["published"] += 1
-        if self.faults_left and self.chance(0.03) and len(destination.checkpoints) > 2:
+        if max(destination.claims, default=0) > checkpoint.generation:
+            self._late.add(str(checkpoint.checkpoint_id))
+        if self.faults_left and self.chance(0.06) and len(destination.checkpoints) > 2:
             # A torn write that the store has acknowledged: its digests do not match.
             self.whole.counts["torn writes"] += 1
             self._damage(destination.checkpoints[checkpoint.checkpoint_id], destination.name)
-        self._report(life, checkpoint, "completed", destination)
+
+    def ended(self, life: Life, upload: Upload) -> None:
+        if upload.reached:
+            self._report(life, upload.checkpoint, "completed", tuple(upload.reached))
 
     def removed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         if str(checkpoint.checkpoint_id) not in self.existing():
-            self._report(life, checkpoint, "removed", destination)
+            self._report(life, checkpoint, "removed", ())
 
-    def _report(self, life: Life, checkpoint: Checkpoint, status: str, destination: Destination) -> None:
+    def _report(self, life: Life, checkpoint: Checkpoint, status: str, tiers: tuple[str, ...]) -> None:
         part = next(part for part in self._parts.values() if part.life is life)
         first = part.first
         if first is not None and first.alive and life.claim is not None:
-            first.report(checkpoint, status, destination.name, life.claim.generation)
+            first.report(checkpoint, status, tiers, life.claim.generation)
 
     def restored(self, life: Life, resume: Resume) -> None:
         load = resume.load
@@ -377,6 +402,15 @@ class ElasticJob(Simulation):
 
     def reaches(self, source: Machine, there: Machine) -> bool:
         return not self.whole.roads.is_cut(source.name, there.name)
+
+    def is_within_reach(self, life: Life, destination: Destination) -> bool:
+        return not self.whole.roads.is_cut(life.machines[0].name, destination.name)
+
+    def hears_of(self, life: Life, destination: Destination) -> bool:
+        is_lost = self.whole.roads.is_cut(destination.name, life.machines[0].name)
+        is_lost = is_lost or (bool(self.faults_left) and self.chance(0.03))
+        self.whole.counts["answers of a store lost"] += is_lost
+        return not is_lost
 
     def disturb(self) -> None:
         kinds = ["damage", "damage memory", "down", "down", "memory"]

@@ -727,6 +727,7 @@ class Life:
     def _ended(self, upload: Upload) -> None:
         checkpoint_id = upload.checkpoint.checkpoint_id
         del self.in_flight[checkpoint_id]
+        self.sim.ended(self, upload)
         self.news.append(
             SaveEnded(
                 checkpoint_id=checkpoint_id,
@@ -750,7 +751,7 @@ class Life:
         sim = self.sim
         for _ in range(destination.slowness):
             yield
-        if destination.is_down or sim.chance(sim.save_failures):
+        if destination.is_down or sim.chance(sim.save_failures) or not sim.is_within_reach(self, destination):
             upload.missing.append(f"{destination.name}: failed")
             return
         yield from self._publish_manifest(upload, destination)
@@ -780,6 +781,10 @@ class Life:
         if looked > published.generation:
             sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
+        if not sim.hears_of(self, destination):
+            # It is there, and whoever wrote it does not know.
+            upload.missing.append(f"{destination.name}: no answer")
+            return
         upload.reached.append(destination.name)
         sim.tell(f"{published.checkpoint_id} of {self} is in {destination.name}")
         sim.published(self, destination, published)
@@ -1083,7 +1088,11 @@ class ShardedLife(Life):
                 (checkpoint.checkpoint_id, part) in destination.parts for part in checkpoint.parts
             ):
                 yield
-            if name in upload.failures or destination.is_down:
+            if (
+                name in upload.failures
+                or destination.is_down
+                or not self.sim.is_within_reach(self, destination)
+            ):
                 upload.missing.append(upload.failures.get(name, f"{name}: failed"))
             else:
                 yield from self._publish_manifest(upload, destination)
@@ -1682,6 +1691,17 @@ class Simulation:
 
     def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         """A manifest is in a destination."""
+
+    def is_within_reach(self, life: Life, destination: Destination) -> bool:
+        """Whether a request of it gets there."""
+        return True
+
+    def hears_of(self, life: Life, destination: Destination) -> bool:
+        """Whether it gets the answer."""
+        return True
+
+    def ended(self, life: Life, upload: Upload) -> None:
+        """A save is over, in all destinations."""
 
     def removed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         """Retention has taken one out of it."""

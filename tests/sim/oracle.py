@@ -112,6 +112,8 @@ class Oracle:
     def __init__(self, existing: Callable[[], set[str]]) -> None:
         self.existing = existing
         """Which checkpoints are in the store."""
+        self.may_exist = existing
+        """Those too that may be there, and that nobody is sure of."""
         self.account = Account()
         self._calls: dict[str, ArriveAtBarrier] = {}
         self._told: dict[str, str] = {}
@@ -136,6 +138,9 @@ class Oracle:
         self._must_be_current(command)
         if isinstance(command, ArriveAtBarrier):
             self._calls[command.call_id] = command
+        if isinstance(command, ReconcileCheckpoints):
+            found = {event.checkpoint_id for event in events if isinstance(event, CheckpointCompleted)}
+            must(found <= set(command.present), f"{found} are found again, and {command} does not list them")
         self._take_all(events)
 
     def decided_together(self, accepted: Sequence[ArriveAtBarrier], events: Sequence[Event]) -> None:
@@ -156,7 +161,7 @@ class Oracle:
             if isinstance(event, CheckpointRemoved):
                 must(event.checkpoint_id not in self.existing(), f"{event} is in the store")
             if isinstance(event, CheckpointCompleted) and event.reason == "found again":
-                must(event.checkpoint_id in self.existing(), f"{event} is not in the store")
+                must(event.checkpoint_id in self.may_exist(), f"{event} is not in the store")
             if isinstance(event, RecordsForgotten):
                 lost = self._checkpoints & self.existing() & set(event.checkpoints)
                 must(not lost, f"{lost} exist and are forgotten")

@@ -29,6 +29,7 @@ from strata.core.messages import (
     ReportRecovery,
     WorkerConnected,
     WorkerDisconnected,
+    WorkerFailed,
     WorkerId,
 )
 from tests.core.builders import NOTHING_TO_REPORT
@@ -36,7 +37,7 @@ from tests.sim.coordinator import TICK_S, Decisions, Hosting, Request
 from tests.sim.leadership import NotLeading, SimLeader, encode_events
 from tests.sim.leadership import Oracle as LogOracle
 from tests.sim.machines import Agent, MachineStream, Way
-from tests.sim.oracle import Oracle, Violation
+from tests.sim.oracle import Oracle, Violation, must
 from tests.sim.world import Action, Network, World
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 SILENT_S = 1.8
 """A client that has heard nothing for so long tries another address."""
 PING_S = 0.7
+PATIENCE_S = 2.3
+"""Of a new leader, with whoever has not found it yet: the heartbeats' time-out, less what clocks may differ by."""
 
 
 class Roads(Network):
@@ -105,7 +108,15 @@ class Log(LogOracle):
         if self.world.tells:
             for event in events:
                 self.world.tell(f"durable: {type(event).__name__} {event.reason}")
-        self.leaders[record.term].witness.flush()
+        leader = self.leaders[record.term]
+        led_s = self.world.now_s - leader.began_s
+        for event in events:
+            if isinstance(event, WorkerFailed) and event.reason.startswith("no heartbeat"):
+                must(
+                    led_s > PATIENCE_S,
+                    f"{event.worker_id} is taken for lost after {led_s:.2f} s under {leader.name}, which cannot know",
+                )
+        leader.witness.flush()
 
     def leads(self, cluster: Cluster) -> None:
         super().leads(cluster)
@@ -168,6 +179,7 @@ class Replica(Decisions, SimLeader):  # type: ignore[misc]
         self.sessions: dict[WorkerId, tuple[int, int]] = {}
         self._for_space: list[Request] = []
         self._confirming = False
+        self.began_s = 0.0
         super().__init__(name, whole.world, whole.store, whole.links, whole.log)
 
     # --- up and down ----------------------------------------------------------------------------------------
@@ -203,6 +215,7 @@ class Replica(Decisions, SimLeader):  # type: ignore[misc]
     def _lead(self) -> None:
         if self.serves:
             return
+        self.began_s = self.world.now_s
         self.whole.log.leaders[self.leadership.term] = self
         super()._lead()
         self._after(TICK_S, self._tick_cluster)

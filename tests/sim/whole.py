@@ -45,8 +45,10 @@ class WholeScenario(MachineScenario):
         self.restores: Counter[tuple[int, str]] = Counter()
         """By life and source."""
         self.store_is_full = False
-        self.part_bytes = 2_000
+        self.part_bytes = 300 if seed % 5 == 0 else 2_000
+        """Some batches are several records."""
         self._tells = tells
+        self._next_look_s = 0.0
         super().__init__(seed)
         world = self.world
         cast = world.random.choice(["both", "elastic", "elastic", "planned"])
@@ -62,6 +64,7 @@ class WholeScenario(MachineScenario):
             self.elastic_fabric.processes = 10_000
             fabric, job = self.fabric, self.job
             self.oracle.existing = lambda: {str(s.checkpoint_id) for s in fabric.saved} | job.existing()
+            self.oracle.may_exist = lambda: {str(s.checkpoint_id) for s in fabric.saved} | job.ever_durable
 
     def _coordinate(self, limits: Limits) -> None:
         world = self.world
@@ -135,6 +138,15 @@ class WholeScenario(MachineScenario):
                 self.world.after(1.5, ask)
 
         ask()
+
+    def _is_over(self) -> bool:
+        """Looked at now and then: it asks everybody."""
+        if self.world.now_s < self._next_look_s:
+            return False
+        if super()._is_over():
+            return True
+        self._next_look_s = self.world.now_s + 0.1
+        return False
 
     # --- the run --------------------------------------------------------------------------------------------
 
@@ -227,9 +239,12 @@ class WholeScenario(MachineScenario):
         self.store.lose_majority(self.world.between(0.3, 6.0))
 
     def _cut_road(self) -> None:
-        """Between a machine and a coordinator, one way or both."""
+        """Between a machine and a coordinator, a destination or another machine, one way or both."""
         machine = self.world.random.choice(list(self.machine_names()))
-        one = self._someone().name
+        others = [name for name in self.machine_names() if name != machine]
+        if self.job is not None:
+            others += [destination.name for destination in self.job.destinations]
+        one = self.world.random.choice(others) if others and self.world.chance(0.3) else self._someone().name
         ways = [(machine, one), (one, machine)]
         if self.world.chance(0.7):
             ways = [self.world.random.choice(ways)]

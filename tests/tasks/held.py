@@ -15,6 +15,7 @@ from strata.torch_compat import lazy_dynamo
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
 parser.add_argument("--slow", help="the file")
+parser.add_argument("--say", default="", help="an environment variable that it prints meanwhile")
 options = parser.parse_args()
 
 distributed.init_process_group("gloo")
@@ -41,6 +42,6 @@ with strata.elastic(
         optimizer.zero_grad()
         if os.path.exists(options.slow):
             time.sleep(0.2)
-            print(f"slowly at {job.step}")
+            print(f"slowly at {job.step}", os.environ.get(options.say, ""))
 print(f"all {job.step} steps are made")
 distributed.destroy_process_group()

@@ -227,3 +227,33 @@ async def test_a_standby_takes_up_its_own_attempts_starts_none_and_reports_their
         assert reported == [EndAttempt(task_id=TaskId("t-a"), attempt=1, cause=None)]
         assert launcher.started == []
         assert engine.cluster.tasks.tasks[TaskId("t-a")].status == "running", "it is the leader's to say"
+
+
+async def test_a_task_says_whether_the_coordinator_of_its_machine_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(tasks_module, "AWAY_S", 0.05)
+    engine, runner, _ = among_several(tmp_path, "b")
+    reason = lambda: engine.cluster.tasks.tasks[TaskId("t-a")].reason  # noqa: E731
+    async with running(engine, runner):
+        await until(lambda: "on a, whose coordinator is away" in reason())
+        runner.see_attended(["a"])
+        await until(lambda: reason() == "attempt 1 on a, where a standby looks after it")
+        runner.see_attended([])
+        await until(lambda: "on a, whose coordinator is away" in reason())
+        task = engine.cluster.tasks.tasks[TaskId("t-a")]
+        assert (task.status, task.attempt, task.cause) == ("running", 1, None)
+
+
+async def test_an_attempt_is_taken_up_without_its_recipe_and_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over Ray: both are with the coordinator that has started it."""
+    monkeypatch.setattr(tasks_module, "LOOK_S", 0.01)
+    engine, runner, launcher = among_several(tmp_path, "a")
+    runner._planner.recipes._recipes.clear()
+    async with running(engine, runner):
+        await until(lambda: launcher.adopted is not None)
+        assert launcher.adopted == ["t-a-1"]
+        assert engine.cluster.tasks.tasks[TaskId("t-a")].status == "running"

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from strata.config import ConfigError
-from strata.coordinator.tasks.secrets import Concealer, TaskSecrets
+from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.messages import InvalidArgument
+from strata.launch.concealer import Concealer
 from strata.launch.inherited import inherited
 from strata.launch.recipes import InvalidConfig, Recipe, read_recipes
 from tests.support import eventually

@@ -9,7 +9,8 @@ the truth, and a restart replays it. Observations (`Cluster.observe`) count at o
 
 On a full disk (`journal.space`) commands that would need space are refused with `StorageFull`, arrivals at barriers wait, and
 all that makes the state smaller is still recorded: goodbyes, stops, ends of attempts, and what time brings about. Soft values,
-observations and reading need no disk. When there is space, everything is accepted again. A client that writes more than its
+observations and reading need no disk. Where not even that can be recorded (`is_closed`: etcd has no reserve) it waits, and time
+brings nothing about. When there is space, everything is accepted again. A client that writes more than its
 share is refused (`quotas`).
 """
 
@@ -36,7 +37,6 @@ from strata.coordinator.journal.protocol import (
     JournalSpace,
     Snapshot,
 )
-from strata.coordinator.journal.space import megabytes
 from strata.coordinator.quotas import Quotas
 from strata.core.cluster import Cluster
 from strata.core.messages import (
@@ -107,21 +107,18 @@ class StorageFull(Unavailable):
     code = "storage_full"
 
     def __init__(self, space: JournalSpace) -> None:
-        super().__init__(
-            f"The coordinator's disk is full: {megabytes(space.free_bytes)} are free in {space.folder}, and changes need "
-            f"{megabytes(space.low_bytes)}.",
-            hint="Free some space there; changes are accepted again by themselves. Reading, heartbeats and running "
-            "training continue.",
-        )
+        message, hint = space.explain()
+        super().__init__(message, hint=hint)
 
 
-def when_full(command: Command) -> Literal["decide", "wait", "refuse"]:
-    """What becomes of a command on a full disk."""
+def when_full(command: Command, *, is_closed: bool = False) -> Literal["decide", "wait", "refuse"]:
+    """What becomes of a command on a full disk; `is_closed`: without a reserve."""
     match command:
         case SwapValue(soft=True) | Tick() | Rebalance():
             return "decide"
         case DeregisterWorker() | StopTask() | EndAttempt():
-            return "decide"  # At most once for each of what there is: there is an end to them.
+            # At most once for each of what there is: there is an end to them.
+            return "wait" if is_closed else "decide"
         case ArriveAtBarrier() | ArriveTogether():
             return "wait"
         case _:
@@ -251,6 +248,9 @@ class Engine:
         if len(self._queue) >= MAX_QUEUED or self._stopping:
             what = "is stopping" if self._stopping else "is overloaded"
             raise Unavailable(f"The coordinator {what}.", hint="Retry in a second.")
+        if self.space.is_blocked and when_full(command, is_closed=True) == "refuse":
+            self.refused_full_total += 1
+            raise StorageFull(self.space)
         self._queue.append(Posted(command, answered, client))
         self._wake.set()
 
@@ -283,9 +283,13 @@ class Engine:
         return self._settled.is_set()
 
     async def settled(self) -> Cluster:
-        """The state, when all of it is durable. Use it before the next await."""
+        """The state, when all of it is durable. Use it before the next await. Raises `StorageFull` where that may take long."""
         while not self._settled.is_set():
-            await self._settled.wait()
+            if self.space.is_blocked:
+                raise StorageFull(self.space)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._settled.wait()
         return self.cluster
 
     async def run(self) -> None:
@@ -311,6 +315,8 @@ class Engine:
                 self._wake.set()
             # Whoever stops has closed every connection itself: that is no reason to fail anybody.
             tick = not self._stopping and time.monotonic() >= next_tick_s
+            if tick and self.space.is_closed:  # What time would bring about could not be recorded.
+                tick, next_tick_s = False, time.monotonic() + TICK_S
             if tick:
                 # While the disk was at work messages were read; for the rest of a delay they may not have been.
                 stall_s = time.monotonic() - next_tick_s - self._at_disk_s if next_tick_s else 0.0
@@ -349,7 +355,7 @@ class Engine:
     def _may_proceed(self, posted: Posted, now: Instant) -> bool:
         """Whether a command may be decided now; if not, it waits for space. Raises `StorageFull` and `Overloaded`."""
         if self.space.is_full:
-            fate = when_full(posted.command)
+            fate = when_full(posted.command, is_closed=self.space.is_closed)
             if fate == "wait" and len(self._waiting) < MAX_QUEUED and not self._stopping:
                 self._waiting.append(posted)
                 return False

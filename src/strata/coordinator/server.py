@@ -12,6 +12,8 @@ import signal
 import socket
 import sqlite3
 import ssl
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -62,6 +64,7 @@ from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.messages import EndAttempt
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
+from strata.etcd import FAILURES, LeaseLost
 from strata.files import write_file
 from strata.launch.recipes import read_recipes
 from strata.launch.recipes_builtin import BUILT_IN
@@ -80,10 +83,14 @@ AGAIN_S = 0.5
 COLLECT_S = 1.0
 TOKENS_EVERY_S = 1.0
 """After so long a token that another coordinator has revoked counts no longer here."""
+ATTEND_S = 4.0
+"""After so long a standby is no longer taken for one that looks after its machine."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 YOUNG_OBJECTS = 50_000
 """Allocations between collections. Almost everything here dies by its reference count; looking for cycles every
 700 objects, as Python does by default, took a fifth of the processor in a barrier of 1,000 workers."""
+SWITCH_S = 0.001
+"""How long the event loop waits at most for a thread that computes: writing logs, metrics or a snapshot must not slow heartbeats."""
 
 
 class PortTaken(StrataError):
@@ -167,6 +174,7 @@ class Server:
         self.metrics_port = 0
         self._log_handler: LogStoreHandler | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._attends_no_more = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _in_loop(self, action: Callable[[], None]) -> None:
@@ -386,10 +394,38 @@ class Server:
 
         runner = self._task_runner(report_end=report)
         if runner is not None:
-            await runner.run()
+            attending = asyncio.create_task(
+                asyncio.to_thread(self._say_that_attends, journal), name="saying that it attends"
+            )
+            try:
+                await runner.run()
+            finally:
+                self._attends_no_more.set()
+                await asyncio.gather(attending, return_exceptions=True)
+
+    def _say_that_attends(self, journal: EtcdJournal) -> None:
+        """In a thread, until `_attends_no_more`: the leader then says that nobody looks after what runs on this machine."""
+        etcd, lease = EtcdLog(journal.location, timeout_s=2.0), ""
+        place = launching_place(self._settings)
+        try:
+            while not self._attends_no_more.wait(ATTEND_S / 4):
+                with suppress(*FAILURES):
+                    try:
+                        if lease and etcd.renew(lease):
+                            continue
+                    except LeaseLost:
+                        pass
+                    lease = etcd.grant(ATTEND_S)
+                    with suppress(LeaseLost):
+                        etcd.keep(f"attending/{place}", b"", lease=lease)
+            if lease:
+                with suppress(*FAILURES):  # It runs out by itself.
+                    etcd.revoke(lease)
+        finally:
+            etcd.close()
 
     async def _collect_ends(self) -> None:
-        """What standbys report of runs on their machines."""
+        """What standbys report of runs on their machines, and who of them is there."""
         journal, runner = self._journal, self.runtime.tasks
         if not isinstance(journal, EtcdJournal) or runner is None:
             return
@@ -402,6 +438,8 @@ class Server:
         try:
             while True:
                 with suppress(ConnectionError, Unavailable):
+                    attended = await asyncio.to_thread(mailbox.under, "attending")
+                    runner.see_attended(place for place, _ in attended)
                     found = await asyncio.to_thread(mailbox.under, "ends")
                     ends = [msgspec.msgpack.decode(body, type=EndAttempt) for _, body in found]
                     runner.take_ends(ends, taken)
@@ -421,7 +459,7 @@ class Server:
     ) -> TaskRunner | None:
         settings, runtime, election = self._settings, self.runtime, self._election
         assert runtime.task_secrets is not None
-        make_launcher = launcher_maker(settings)
+        make_launcher = launcher_maker(settings, term=election.term if election is not None else 0)
         if make_launcher is None:
             return None
         here = launching_place(settings) if election is not None else ""
@@ -546,6 +584,7 @@ async def serve(
                 gc.collect()
                 gc.freeze()  # What is loaded now stays: no need to look through it again.
                 gc.set_threshold(YOUNG_OBJECTS)
+                sys.setswitchinterval(SWITCH_S)
                 if announce and not is_again:
                     _announce(settings, server)
                 await _until_stopped(server, stopped)

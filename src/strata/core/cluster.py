@@ -82,6 +82,7 @@ from strata.core.messages import (
     JobId,
     LoopStalled,
     NoteProgress,
+    NoteWhereabouts,
     NotifyCheckpoint,
     Observation,
     PlanEpoch,
@@ -210,7 +211,15 @@ class Cluster:
                     fact(granted)
                 fact(created)
                 return Accepted(reason=created.reason)
-            case StopTask() | RestartTask() | QueueTask() | BeginAttempt() | EndAttempt() | NoteProgress():
+            case (
+                StopTask()
+                | RestartTask()
+                | QueueTask()
+                | BeginAttempt()
+                | EndAttempt()
+                | NoteProgress()
+                | NoteWhereabouts()
+            ):
                 changed = self.tasks.decide_change(command, now)
                 if changed is None:
                     return Accepted(reason=f"it is {self.tasks.get(command.task_id).status} already")

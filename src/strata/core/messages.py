@@ -142,6 +142,7 @@ __all__ = [
     "LoopStalled",
     "NameInUse",
     "NoteProgress",
+    "NoteWhereabouts",
     "NotifyCheckpoint",
     "Observation",
     "Overloaded",
@@ -343,6 +344,15 @@ class EndAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoteWhereabouts:
+    """Who looks after a running attempt now, or that nobody can for the moment."""
+
+    task_id: TaskId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteProgress:
     """How far the workers of a running attempt say they have come."""
 
@@ -518,6 +528,7 @@ Command = (
     | BeginAttempt
     | EndAttempt
     | NoteProgress
+    | NoteWhereabouts
     | ReportRecovery
     | ReportFailure
     | ReportSlow

@@ -30,6 +30,7 @@ from typing import Any
 
 from strata.config import ConfigError
 from strata.core.messages import InvalidArgument, Unknown
+from strata.launch.concealer import SECRET_SHOWN
 from strata.validation import Problem, Schema, check, filled, nearest, schema_problems
 
 MAX_RECIPES = 1_000
@@ -39,8 +40,6 @@ _OWN_PLACEHOLDERS = frozenset({"task_id", "task_dir", "checkpoints", "dataset_pa
 
 
 PROBLEMS_SHOWN = 20
-SECRET_SHOWN = "(secret)"
-"""What stands for a secret wherever a config is shown."""
 SECRET_LIMIT = 32_768
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
 

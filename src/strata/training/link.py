@@ -27,6 +27,7 @@ from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
 from strata.core.faults.failures import Failure
+from strata.core.jobs.lineage import CompletionOrder
 from strata.core.text import as_identifier
 from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
@@ -84,6 +85,7 @@ class CoordinatorLink:
         self._existing: dict[str, Facts | None] | None = None
         """Every checkpoint of the run that is in a durable place, those that can be described oldest first; None until
         somebody has said."""
+        self._order = CompletionOrder()
         self._is_behind = False
         """Whether the registry may have missed some of them, or some removals."""
         self._noted = self._subsumed = 0
@@ -159,6 +161,7 @@ class CoordinatorLink:
         with self._lock:
             self.generation = generation
             self._existing, self._is_behind = None, False
+            self._order = CompletionOrder()
         self._describe = None
 
     def send_metrics(self, outbox: MetricOutbox) -> None:
@@ -228,11 +231,17 @@ class CoordinatorLink:
     def _notify(self, status: Literal["in_progress", "completed", "failed", "removed"], facts: Facts) -> None:
         with self._lock:
             self._noted = number = self._noted + 1
-            if self._existing is not None and status == "completed":
-                self._existing[facts["checkpoint_id"]] = facts
-                _forget_oldest(self._existing)
-            elif self._existing is not None and status == "removed":
-                self._existing.pop(facts["checkpoint_id"], None)
+            if status == "completed":
+                newer = self._order.completed(facts["checkpoint_id"], facts["step"])
+                if self._existing is not None:
+                    _insert(self._existing, facts, before=newer)
+                    _forget_oldest(self._existing)
+                if newer is not None:
+                    facts = {**facts, "succeeded_by": newer}
+            elif status == "removed":
+                self._order.removed(facts["checkpoint_id"])
+                if self._existing is not None:
+                    self._existing.pop(facts["checkpoint_id"], None)
 
         def notify() -> None:
             if number > self._subsumed or status == "failed":
@@ -423,6 +432,15 @@ def checkpoint_facts(info: CheckpointInfo) -> Facts:
         # What is on a disk of this machine is lost with it.
         **({"metadata": {"disk": "network"}} if is_on_network(info.path) else {}),
     }
+
+
+def _insert(existing: dict[str, Facts | None], facts: Facts, *, before: str | None) -> None:
+    """A checkpoint that is older than one that completed before it keeps its place."""
+    existing.pop(facts["checkpoint_id"], None)
+    newer = list(existing)[list(existing).index(before) :] if before in existing else []
+    existing[facts["checkpoint_id"]] = facts
+    for checkpoint_id in newer:
+        existing[checkpoint_id] = existing.pop(checkpoint_id)
 
 
 def _forget_oldest(existing: dict[str, Facts | None]) -> None:

@@ -140,6 +140,7 @@ class Machines:
         take: Callable[[WorkerSession, pb.WorkerMessage], Awaitable[int]],
         *,
         messages_per_second: int,
+        burst_s: float,
         welcome: Callable[[], pb.Welcome],
     ) -> None:
         """`take` handles what one worker says for itself, and returns its weight."""
@@ -148,6 +149,7 @@ class Machines:
         self._metrics = metrics
         self._take_own = take
         self._messages_per_second = messages_per_second
+        self._burst_s = burst_s
         self._welcome = welcome
 
     def open(self, hello: pb.MachineHello, caller: Principal) -> MachineSession:
@@ -169,8 +171,8 @@ class Machines:
                 return
             weight += await self._take(machine, message)
             share = self._messages_per_second * max(1, len(machine.members))
-            if weight >= share:
-                # Back-pressure for a machine that sends faster than a second's worth of its workers in a second.
+            if weight >= share * self._burst_s:
+                # Back-pressure for a machine that sends more in a moment than its workers may.
                 pause_s = since_s + weight / share - time.monotonic()
                 if pause_s > 0:
                     await asyncio.sleep(pause_s)

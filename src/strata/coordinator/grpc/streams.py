@@ -48,6 +48,8 @@ from strata.rpc import wire
 
 MESSAGES_PER_SECOND = 2_000
 """What one session may send on average; it is read more slowly beyond that."""
+BURST_S = 0.1
+"""So many seconds' worth may come at once: a flood is evenly spread, and not the whole second's before everybody else."""
 LOG_LINES_PER_BATCH = 2_000
 LOG_LINES_AT_ONCE = 100
 ITEMS_PER_MESSAGE = 20
@@ -85,6 +87,7 @@ class Streams:
             metrics,
             self._take,
             messages_per_second=MESSAGES_PER_SECOND,
+            burst_s=BURST_S,
             welcome=self._welcoming,
         )
 
@@ -159,8 +162,8 @@ class Streams:
                 await self._engine.settled()  # What it is refused for may not be durable yet.
                 session.push(wire.stale(error))
                 raise
-            if weight >= MESSAGES_PER_SECOND:
-                # Back-pressure for whoever sends faster than a second's worth in a second.
+            if weight >= MESSAGES_PER_SECOND * BURST_S:
+                # Back-pressure for whoever sends more in a moment than may come in it.
                 pause_s = since_s + weight / MESSAGES_PER_SECOND - time.monotonic()
                 if pause_s > 0:
                     await asyncio.sleep(pause_s)

@@ -5,6 +5,7 @@
     leader              who leads, on a lease; created once in each term
     coordinators/NAME   where each coordinator is reached that has not been stopped
     ends/TASK/ATTEMPT   an attempt that ended on a standby's machine, until the leader has recorded it
+    attending/PLACE     a standby that looks after what it has started on its machine, on a lease
     log/POSITION        a record: a batch of events, or a part of one
     snapshot            which snapshot counts, and up to which position it goes
     snapshots/ID/N      its pieces
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import secrets
 import threading
 import time
@@ -40,8 +42,8 @@ import msgspec
 import strata
 from strata.backoff import Backoff
 from strata.coordinator.journal import codec
-from strata.coordinator.journal.protocol import Deposed, JournalError, JournalSizes
-from strata.coordinator.journal.space import Space
+from strata.coordinator.journal.protocol import Deposed, JournalError, JournalFull, JournalSizes
+from strata.coordinator.journal.space import Space, megabytes
 from strata.core.leadership import Appender, Gap, Leader, Record, Refusal, Tail
 from strata.core.messages import Event
 from strata.etcd import (
@@ -72,6 +74,8 @@ SNAPSHOT_EVENTS = 5_000
 FRAME_BYTES = 4
 LOAD_ATTEMPTS = 20
 HELD_S = 60.0
+GROWTH_BYTES = 16 << 20
+"""etcd's file grows by so much at a time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
 
@@ -181,7 +185,7 @@ class EtcdLog:
 
     def campaign(self, leader: Leader, *, lease_s: float) -> tuple[Leader | None, str, int]:
         """Who leads now, this one's lease where it is this one, and the revision."""
-        lease = str(self.client.post("lease/grant", {"TTL": str(max(1, round(lease_s)))})["ID"])
+        lease = self.grant(lease_s)
         key = self.key("leader")
         body = msgspec.json.encode({"name": leader.name, "grpc": leader.grpc, "http": leader.http})
         answer = self.client.post(
@@ -209,6 +213,9 @@ class EtcdLog:
             found = None
         self.revoke(lease)
         return found, "", revision
+
+    def grant(self, lease_s: float) -> str:
+        return str(self.client.post("lease/grant", {"TTL": str(max(1, round(lease_s)))})["ID"])
 
     def renew(self, lease: str) -> bool:
         """Whether the lease lives on."""
@@ -369,6 +376,22 @@ class EtcdLog:
     def delete(self, first: str, after: str) -> dict[str, Any]:
         return {"request_delete_range": {"key": self.key(first), "range_end": self.key(after)}}
 
+    def is_out_of_space(self) -> bool:
+        """Whether etcd has raised the alarm, after which it refuses whatever needs space."""
+        found = self.client.post("maintenance/alarm", {"action": "GET"}).get("alarms", ())
+        return any(alarm.get("alarm") == "NOSPACE" for alarm in found)
+
+    def size_bytes(self) -> int:
+        """Of the member that is asked: what counts against its quota."""
+        return int(self.client.post("maintenance/status", {}).get("dbSize", "0"))
+
+    def quota_bytes(self) -> int:
+        """0 where it is not known: metrics are served elsewhere, or not to everybody."""
+        with suppress(*FAILURES):
+            found = re.search(r"^etcd_server_quota_backend_bytes (\S+)$", self.client.metrics(), re.M)
+            return int(float(found[1])) if found else 0
+        return 0
+
     def compact(self, revision: int) -> None:
         with suppress(EtcdRefused):  # Somebody else has, further.
             self.client.post("kv/compaction", {"revision": str(revision)})
@@ -410,8 +433,8 @@ class EtcdLog:
         last = next((int(kv["mod_revision"]) for kv in found.get("kvs", ())), 0)
         return last, int(found.get("count", "0"))
 
-    def keep(self, name: str, value: bytes) -> None:
-        self.client.post("kv/put", {"key": self.key(name), "value": encode(value)})
+    def keep(self, name: str, value: bytes, *, lease: str = "0") -> None:
+        self.client.post("kv/put", {"key": self.key(name), "value": encode(value), "lease": lease})
 
     def forget(self, name: str) -> None:
         self.client.post("kv/deleterange", {"key": self.key(name)})
@@ -446,7 +469,7 @@ class EtcdJournal:
     def __init__(self, location: EtcdLocation, space: Space, *, timeout_s: float = 2.0) -> None:
         self.location = location
         self.log = EtcdLog(location, timeout_s=timeout_s)
-        self.space = EtcdSpace(space)
+        self.space = EtcdSpace(space, self.log)
         self.tail = Tail()
         """How far this coordinator has read."""
         self.revision = 0
@@ -578,7 +601,9 @@ class EtcdJournal:
         for record in appender.records(_encode_events(events), part_bytes=PART_BYTES):
             fate = "again"
             while fate == "again":
-                fate = appender.fate(record, self._until_known(partial(self.log.append, record)))
+                fate = appender.fate(
+                    record, self._until_known(partial(self.log.append, record), patient=True)
+                )
             if fate == "deposed":
                 raise self._deposed("another coordinator leads")
             if fate == "foreign":
@@ -644,24 +669,29 @@ class EtcdJournal:
         if not self._until_known(partial(self.log.change, term, operations)):
             raise self._deposed("another coordinator leads")
 
-    def _until_known(self, request: Callable[[], Answer]) -> Answer:
-        """The answer to a request that may be made more than once; raises `Deposed` when there is no hope left."""
+    def _until_known(self, request: Callable[[], Answer], *, patient: bool = False) -> Answer:
+        """The answer to a request that may be made more than once; raises `Deposed` when there is no hope left, and `JournalFull`
+        where etcd has no space, unless it is waited for: what was decided cannot be taken back."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-        while True:
-            try:
-                return request()
-            except EtcdRefused as refusal:
-                if refusal.code == NO_SPACE:
-                    log.error(
-                        "etcd at %s has no space left (%s): compact and defragment it or raise its quota, then run: "
-                        "etcdctl alarm disarm",
-                        *(self.location.address, refusal),
-                    )
-                raise self._deposed(f"etcd refuses to write: {refusal}") from refusal
-            except ConnectionError as error:
+        try:
+            while True:
+                try:
+                    return request()
+                except EtcdRefused as refusal:
+                    if refusal.code != NO_SPACE:
+                        raise self._deposed(f"etcd refuses to write: {refusal}") from refusal
+                    self.space.was_refused(waits=patient)
+                    if not patient:
+                        message, hint = self.space.explain()
+                        raise JournalFull(message, hint=hint) from refusal
+                    problem: Exception = refusal
+                except ConnectionError as error:
+                    problem = error
                 if not self.is_led():
-                    raise self._deposed(f"etcd cannot be reached: {error}") from error
+                    raise self._deposed(f"etcd cannot be reached: {problem}") from problem
                 time.sleep(pauses.pause_s() or 0.0)
+        finally:
+            self.space.is_blocked = False
 
     def _leading(self) -> Appender:
         if self._appender is None:
@@ -784,30 +814,77 @@ def hold(journal: EtcdJournal, *, name: str, lease_s: float = HELD_S) -> Iterato
 
 
 class EtcdSpace:
-    """The journal takes no space of this machine's disk: it is never full. What is measured is the disk beside it."""
+    """How much of etcd's quota is left, where its members say so; and the disk beside it, which is never too full for the journal.
 
-    def __init__(self, beside: Space) -> None:
+    Full is what has less left than the mark; closed what raised etcd's alarm, after which it takes nothing until somebody disarms it.
+    """
+
+    def __init__(self, beside: Space, log: EtcdLog) -> None:
         self.beside = beside
-        self.is_full = False
+        self.is_full = self.is_closed = self.is_blocked = False
+        self._log = log
+        self._size_bytes = 0
+        self._quota_bytes = 0
+        """0: not known."""
 
     @property
-    def folder(self) -> Path:
-        return self.beside.folder
+    def folder(self) -> Path | str:
+        return f"etcd at {self._log.location.address}" if self.is_full else self.beside.folder
 
     @property
     def free_bytes(self) -> int:
-        return self.beside.free_bytes
+        return max(0, self._quota_bytes - self._size_bytes) if self.is_full else self.beside.free_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.beside.total_bytes
+        return self._quota_bytes if self.is_full else self.beside.total_bytes
 
     @property
     def low_bytes(self) -> int:
-        return self.beside.low_bytes
+        if not self._quota_bytes:
+            return self.beside.low_bytes
+        return min(self.beside.low_bytes + GROWTH_BYTES, self._quota_bytes // 4)
+
+    def explain(self) -> tuple[str, str]:
+        used = (
+            f": {megabytes(self._size_bytes)} of its quota of {megabytes(self._quota_bytes)} are used"
+            if self._quota_bytes
+            else ""
+        )
+        disarm = " and `etcdctl alarm disarm`" if self.is_closed else ""
+        return (
+            f"etcd at {self._log.location.address} has no space left{used}.",
+            f"Compact it and run `etcdctl defrag --cluster`{disarm}, or raise --quota-backend-bytes; changes are accepted again by "
+            "themselves. Reading, heartbeats and running training continue.",
+        )
 
     def look(self) -> None:
         self.beside.look()
+        try:
+            is_closed, self._size_bytes = self._log.is_out_of_space(), self._log.size_bytes()
+            self._quota_bytes = self._quota_bytes or self._log.quota_bytes()
+        except FAILURES:
+            return  # What was known last counts.
+        free_bytes = self._quota_bytes - self._size_bytes
+        # A little more than it takes to become full, or the state would flutter.
+        enough_bytes = self.low_bytes + self.low_bytes // 2 if self.is_full else self.low_bytes
+        self._become(
+            full=is_closed or bool(self._quota_bytes and free_bytes < enough_bytes), closed=is_closed
+        )
+
+    def was_refused(self, *, waits: bool) -> None:
+        self._become(full=True, closed=True)
+        self.is_blocked = waits
+
+    def _become(self, *, full: bool, closed: bool) -> None:
+        was_full, self.is_full, self.is_closed = self.is_full, full, closed
+        if full and not was_full:
+            log.error("%s %s", *self.explain())
+        elif was_full and not full:
+            log.warning(
+                "etcd at %s has space again: changes are accepted",
+                self._log.location.address,
+            )
 
 
 # --- bytes --------------------------------------------------------------------------------------------------

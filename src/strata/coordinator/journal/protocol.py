@@ -42,6 +42,16 @@ class JournalSpace(Protocol):
     def is_full(self) -> bool: ...
 
     @property
+    def is_closed(self) -> bool:
+        """Full, and without a reserve: nothing at all can be recorded."""
+        ...
+
+    @property
+    def is_blocked(self) -> bool:
+        """A write waits for space: what was decided last is not durable, and nobody may see it."""
+        ...
+
+    @property
     def free_bytes(self) -> int: ...
 
     @property
@@ -55,6 +65,10 @@ class JournalSpace(Protocol):
     @property
     def folder(self) -> Path | str:
         """What is full, for messages."""
+        ...
+
+    def explain(self) -> tuple[str, str]:
+        """Why changes are refused, and what to do."""
         ...
 
     def look(self) -> None:

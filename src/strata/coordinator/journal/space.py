@@ -22,6 +22,9 @@ FILE_NAME = "reserve"
 
 
 class Space:
+    is_closed = is_blocked = False
+    """There is the reserve; and a write that fails in spite of it ends the coordinator."""
+
     def __init__(self, folder: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self.folder = folder
         self.reserve_bytes = reserve_bytes
@@ -43,6 +46,14 @@ class Space:
             self._is_held = self._allocate()
             self._measure()
         self._become(full=not self._is_held or self.free_bytes < enough_bytes)
+
+    def explain(self) -> tuple[str, str]:
+        return (
+            f"The coordinator's disk is full: {megabytes(self.free_bytes)} are free in {self.folder}, and changes need "
+            f"{megabytes(self.low_bytes)}.",
+            "Free some space there; changes are accepted again by themselves. Reading, heartbeats and running "
+            "training continue.",
+        )
 
     def release(self) -> bool:
         """A write has failed for lack of space: give the reserve up. False where it is given up already."""

@@ -13,8 +13,8 @@ from strata.launch.protocol import Capacity, Launcher, Listener
 LEAST_WORKERS = 8
 
 
-def launcher_maker(settings: CoordinatorSettings) -> Callable[[Listener], Launcher] | None:
-    """None: tasks are kept, and nothing runs them."""
+def launcher_maker(settings: CoordinatorSettings, *, term: int = 0) -> Callable[[Listener], Launcher] | None:
+    """None: tasks are kept, and nothing runs them. `term`: in which this coordinator leads, among several."""
     tasks_dir = tasks_dir_of(settings)
 
     def local(listener: Listener) -> Launcher:
@@ -30,6 +30,7 @@ def launcher_maker(settings: CoordinatorSettings) -> Callable[[Listener], Launch
             address=settings.ray_address,
             namespace=namespace(settings.data_dir, shared=settings.journal),
             cpus_per_worker=settings.ray_cpus_per_worker,
+            term=term,
         )
         return RayLauncher(listener, tasks_dir=tasks_dir, options=options)
 

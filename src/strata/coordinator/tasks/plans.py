@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core.cluster import Cluster
 from strata.core.fleet.tasks import Task
 from strata.core.messages import DatasetSpec
+from strata.launch.concealer import SECRET_SHOWN
 from strata.launch.context import TASK_VARIABLE, TaskContext, TaskDataset
 from strata.launch.protocol import LaunchFailed, LaunchPlan
-from strata.launch.recipes import SECRET_SHOWN, Recipes
+from strata.launch.recipes import Recipes
 
 SAVE_SHARE = 0.7
 """Of the time a task has to stop, what its workers may use to save; the rest is for processes to end."""
@@ -85,6 +87,23 @@ class Planner:
             coordinator=coordinators,
             warm=recipe.warm,
             spares=recipe.spares,
+        )
+
+    def plan_to_take_up(self, task: Task) -> LaunchPlan:
+        """Of an attempt that somebody has started: by what it is found. Its program, its arguments and its secrets may be known to whoever
+        has started it alone."""
+        secrets: tuple[str, ...] = ()
+        with suppress(LaunchFailed):
+            secrets = tuple(self.secrets.read(task.spec.task_id).values())
+        return LaunchPlan(
+            task_id=task.spec.task_id,
+            attempt=task.attempt,
+            arguments=(),
+            worker_count=task.spec.worker_count,
+            gpus_per_worker=task.spec.gpus_per_worker,
+            secrets=secrets,
+            task_dir=self.tasks_dir / task.spec.task_id,
+            coordinator=self.coordinator,
         )
 
     def prepare(self, plan: LaunchPlan, cluster: Cluster, task: Task) -> None:

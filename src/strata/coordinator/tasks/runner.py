@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from strata.coordinator.engine import Engine, StorageFull, Unavailable
 from strata.coordinator.logs.archive import LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.tasks.plans import Planner
-from strata.coordinator.tasks.secrets import Concealer
 from strata.core.cluster import Cluster
 from strata.core.fleet.tasks import ENDED, Task
 from strata.core.messages import (
@@ -27,6 +26,7 @@ from strata.core.messages import (
     ExitCause,
     JobId,
     NoteProgress,
+    NoteWhereabouts,
     QueueTask,
     Refused,
     Reply,
@@ -37,6 +37,7 @@ from strata.core.messages import (
 from strata.core.telemetry.loglines import LineAssembler, LogLine
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
+from strata.launch.concealer import Concealer
 from strata.launch.protocol import (
     Capacity,
     Exited,
@@ -62,6 +63,8 @@ KNOWN_ENTRIES = 5_000
 FORGET_AGAIN = 20
 ELSEWHERE_S = 30.0
 """How long a stop waits for the machine of another coordinator, beyond what a task has to stop."""
+AWAY_S = 5.0
+"""So long the coordinator of another machine may be silent before that is said of its tasks."""
 TOTAL_STEPS = "total_steps"
 """The metric by which workers say how many steps there will be."""
 
@@ -103,6 +106,9 @@ class TaskRunner:
         self._progress_mono_s = 0.0
         self._stop_seen_mono_s: dict[str, float] = {}
         """By attempt of another coordinator: when it was first seen that it is to stop."""
+        self._attended: frozenset[str] = frozenset()
+        self._missed_mono_s: dict[str, float] = {}
+        """By coordinator, as in `Task.where`: since when nobody looks after what it has started."""
         engine.listeners.append(self._committed)
 
     async def run(self) -> None:
@@ -148,6 +154,10 @@ class TaskRunner:
 
             self._engine.post(end, answered)
 
+    def see_attended(self, places: Iterable[str]) -> None:
+        """Which standbys look after what is on their machines."""
+        self._attended = frozenset(places)
+
     def capacity(self) -> Capacity:
         return self._launcher.capacity()
 
@@ -181,14 +191,9 @@ class TaskRunner:
         # Those that ended last as well: a coordinator that was killed may not have come to forget them.
         self._unended.update(list(cluster.tasks.tasks)[-FORGET_AGAIN:])
         self._unended.update(t.spec.task_id for t in cluster.tasks.tasks.values() if t.status not in ENDED)
-        plans = []
-        for task in running:
-            try:
-                plans.append(plan := self._planner.plan(cluster, task))
-                self._conceal[plan.run_id] = Concealer(plan.secrets)
-            except StrataError as error:
-                self._end(task.spec.task_id, task.attempt, _cannot_launch(error))
+        plans = [self._planner.plan_to_take_up(task) for task in running]
         for plan in plans:
+            self._conceal[plan.run_id] = Concealer(plan.secrets)
             await self._look_up_known(plan)
         await self._launcher.adopt(plans)
 
@@ -205,6 +210,7 @@ class TaskRunner:
         running = [task for task in tasks if task.status == "running"]
         for task in running:
             if not self._is_here(task):
+                self._say_who_attends(task)
                 self._give_up_if_silent(cluster, task)
                 continue
             run_id = self._planner.run_id(task)
@@ -221,6 +227,23 @@ class TaskRunner:
 
     def _is_here(self, task: Task) -> bool:
         return task.where in ("", self._here)
+
+    def _say_who_attends(self, task: Task) -> None:
+        if self._report_end is not None:
+            return
+        host = task.where.partition(":")[0]
+        if task.where in self._attended:
+            self._missed_mono_s.pop(task.where, None)
+            reason = f"attempt {task.attempt} on {host}, where a standby looks after it"
+        elif time.monotonic() - self._missed_mono_s.setdefault(task.where, time.monotonic()) >= AWAY_S:
+            reason = (
+                f"attempt {task.attempt} on {host}, whose coordinator is away: it is taken up there when that is back, and "
+                "until then only what its workers report is known"
+            )
+        else:
+            return
+        if reason != task.reason and not task.stopping:
+            self._post(NoteWhereabouts(task_id=task.spec.task_id, attempt=task.attempt, reason=reason))
 
     def _give_up_if_silent(self, cluster: Cluster, task: Task) -> None:
         """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing of it is heard, and nobody
@@ -366,7 +389,7 @@ class TaskRunner:
                     )
                 )
 
-    def _post(self, command: QueueTask | EndAttempt | NoteProgress) -> None:
+    def _post(self, command: QueueTask | EndAttempt | NoteProgress | NoteWhereabouts) -> None:
         def answered(answer: Reply | StrataError) -> None:
             # A full disk is logged once, by the engine.
             if isinstance(answer, StrataError) and not isinstance(answer, StorageFull):

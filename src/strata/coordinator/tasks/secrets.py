@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-from strata.core.faults.failures import Failure
 from strata.files import write_file
+from strata.launch.concealer import Concealer
 from strata.launch.context import SECRETS_FILE
 from strata.launch.protocol import LaunchFailed
-from strata.launch.recipes import SECRET_SHOWN
-
-LEAST_CHARACTERS = 4
-"""Shorter ones are found everywhere: hiding them would make logs unreadable, and tell what they are."""
 
 
 class TaskSecrets:
@@ -66,24 +61,3 @@ class TaskSecrets:
 
     def _path(self, task_id: str) -> Path:
         return self._tasks_dir / task_id / SECRETS_FILE
-
-
-class Concealer:
-    """Replaces secrets in texts. One of several lines is found by each of its lines."""
-
-    def __init__(self, secrets: Iterable[str]) -> None:
-        pieces = {line.strip() for secret in secrets for line in [secret, *secret.splitlines()]}
-        self._pieces = sorted((p for p in pieces if len(p) >= LEAST_CHARACTERS), key=len, reverse=True)
-
-    def __call__(self, text: str) -> str:
-        for piece in self._pieces:
-            text = text.replace(piece, SECRET_SHOWN)
-        return text
-
-    def in_failure(self, failure: Failure) -> Failure:
-        """What a program said before it failed may hold its secrets as well."""
-        error = failure.error
-        if error is not None:
-            error = replace(error, message=self(error.message), traceback=self(error.traceback))
-        lines = tuple(map(self, failure.last_lines))
-        return replace(failure, error=error, last_lines=lines, replaced=self(failure.replaced))

@@ -9,6 +9,7 @@ Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -490,6 +491,7 @@ def _check_positions(data: DataCommit) -> None:
             )
 
 
+@functools.lru_cache(maxsize=16)
 def data_commit(data_json: str) -> DataCommit:
-    """The data position that a checkpoint committed with its weights."""
+    """The data position that a checkpoint committed with its weights. A notice is checked, and then applied: the same text twice."""
     return DataCommit.from_json(json.loads(data_json))

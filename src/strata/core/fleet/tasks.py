@@ -25,6 +25,7 @@ from strata.core.messages import (
     ExitCause,
     Instant,
     NoteProgress,
+    NoteWhereabouts,
     Overloaded,
     QueueTask,
     RestartTask,
@@ -50,7 +51,7 @@ RATE_MEMORY_S = 30.0
 LIST_HINT = "GET /api/tasks (or: strata tasks) lists the known ones."
 
 TaskEvent = TaskCreated | TaskChanged | TaskProgressed
-TaskChange = StopTask | RestartTask | QueueTask | BeginAttempt | EndAttempt | NoteProgress
+TaskChange = StopTask | RestartTask | QueueTask | BeginAttempt | EndAttempt | NoteProgress | NoteWhereabouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,12 @@ class Tasks:
                 return self._decide_end(task, command, now)
             case NoteProgress():
                 return self._decide_progress(task, command, now)
+            case NoteWhereabouts():
+                checks.text("reason", command.reason)
+                is_of_it = task.status == "running" and command.attempt == task.attempt
+                if not is_of_it or task.stopping or task.reason == command.reason:
+                    return None
+                return _changed(task, now.wall_s, reason=command.reason)
         assert_never(command)
 
     def _decide_stop(self, task: Task, command: StopTask, now: Instant) -> TaskChanged | None:

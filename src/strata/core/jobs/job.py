@@ -504,7 +504,8 @@ class JobProtocol:
 
     def _load_shards(self, copies: Mapping[_Copy, Offer], *, may_tear: bool) -> LoadShards:
         here = {copy: offer for copy, offer in copies.items() if not offer.holder}
-        if here and not _missing_parts(here.values()):
+        is_damaged = any(self._struck_parts.get(offer.checkpoint_id) for offer in here.values())
+        if here and not is_damaged and not _missing_parts(here.values()):
             copies = here  # Nothing has to be fetched.
         sources = [
             Source(rank=rank, machine="" if offer.is_durable else self._machines[rank], offer=offer)

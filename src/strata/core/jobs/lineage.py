@@ -16,6 +16,30 @@ from typing import Any, Protocol, TypeVar
 
 from strata.core.types import CheckpointId
 
+ORDER_KEPT = 64
+
+
+class CompletionOrder:
+    """Which save of one generation is the newest, whatever the order in which they end.
+
+    A save that a newer one overtook on the way to a slow destination is over before the one that is being uploaded there. Who
+    hears of their ends one by one must not take the last to end for the newest.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[CheckpointId, int] = {}
+
+    def completed(self, checkpoint_id: CheckpointId, step: int) -> CheckpointId | None:
+        """The next newer one that has completed already; None where this is the newest."""
+        newer = [each for each, known in self._steps.items() if known > step]
+        self._steps[checkpoint_id] = step
+        while len(self._steps) > ORDER_KEPT:
+            del self._steps[min(self._steps, key=self._steps.__getitem__)]
+        return min(newer, key=self._steps.__getitem__, default=None)
+
+    def removed(self, checkpoint_id: CheckpointId) -> None:
+        self._steps.pop(checkpoint_id, None)
+
 
 class Descendant(Protocol):
     """A checkpoint, as far as its descent goes."""

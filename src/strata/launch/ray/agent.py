@@ -2,7 +2,8 @@
 
 The actor writes the task's configuration to its node, starts the supervisor of `strata.launch.supervisor`, follows its output and
 says how it ended. Supervisor, agent and workers end with the actor's process, so a node that Ray gives up holds nothing back.
-Started again, here or elsewhere, it is a new agent that joins the others.
+Started again, here or elsewhere, it is a new agent that joins the others. Whoever asks names the term in which it leads: once a
+later one has asked, earlier ones are refused. Secrets of the task are hidden here, where they are known whoever leads.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import ray
 from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
+from strata.launch.concealer import Concealer
 from strata.launch.output import OutputReader, Position
-from strata.launch.ray.messages import AgentPlan, AgentReport
+from strata.launch.ray.messages import AgentPlan, AgentReport, Superseded
 from strata.launch.torchrun import TorchrunSpec
 from strata.processes import end_with_parent
 from strata.shared_memory import forget_jobs
@@ -41,6 +43,8 @@ class RayAgent:
 
     def __init__(self, agent: AgentPlan) -> None:
         self._agent = agent
+        self._term = 0
+        self._conceal = Concealer(agent.plan.secrets)
         self._incarnation = secrets.token_hex(4)
         self._node: str = ray.util.get_node_ip_address()
         self._mark = f"{agent.plan.run_id}#{agent.index}-{self._incarnation}"
@@ -69,12 +73,17 @@ class RayAgent:
     def where(self) -> str:
         return self._node
 
-    def take(self, wait_s: float, received: str) -> AgentReport:
+    def plan(self) -> AgentPlan:
+        return self._agent
+
+    def take(self, wait_s: float, received: str, term: int = 0) -> AgentReport:
         """What is new; without news, after `wait_s`. `received` names the report that arrived last: if another one did
         not, it is given again, also to a new driver."""
         deadline_s = time.monotonic() + wait_s
+        self._check(term)
         with self._reading:
             while self._report.name in ("", received):
+                self._check(term)
                 ended = self._supervisor.poll() is not None  # Before reading: then nothing can come after it.
                 piece = self._reader.read(PIECE_BYTES)
                 over = ended and not piece.lines
@@ -82,7 +91,7 @@ class RayAgent:
                     self._report = replace(
                         self._report,
                         name=secrets.token_hex(4),
-                        lines=piece.lines,
+                        lines=tuple(replace(line, text=self._conceal(line.text)) for line in piece.lines),
                         dropped=piece.missed,
                         ended=over,
                         cause=self._cause() if over else None,
@@ -93,8 +102,9 @@ class RayAgent:
                     time.sleep(LOOK_EVERY_S)
             return self._report
 
-    def stop(self, patience_s: float) -> None:
+    def stop(self, patience_s: float, term: int = 0) -> None:
         """SIGTERM for the agent, so that its workers save and leave; SIGKILL for what is left."""
+        self._check(term)
         if self._supervisor.poll() is None:
             self._supervisor.send_signal(signal.SIGTERM)
         try:
@@ -103,12 +113,18 @@ class RayAgent:
             # The supervisor writes down how it ended.
             end_processes(self._mark, spare=(self._supervisor.pid,))
 
-    def clear(self, snapshots: bool) -> None:
+    def clear(self, snapshots: bool, term: int = 0) -> None:
         """Nothing of this agent is left on its node afterwards; of the task, only snapshots that it may continue from."""
+        self._check(term)
         self._kill()
         if snapshots:
             forget_jobs(self._agent.plan.task_id, self._agent.plan.run_id)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check(self, term: int) -> None:
+        if term < self._term:
+            raise Superseded(term, self._term)
+        self._term = term
 
     def _kill(self) -> None:
         end_processes(self._mark)
@@ -118,7 +134,7 @@ class RayAgent:
     def _cause(self) -> ExitCause | None:
         try:
             cause = json.loads((self._folder / "ended.json").read_text())["cause"]
-            return ExitCause(**cause) if cause is not None else None
+            return self._conceal.in_cause(ExitCause(**cause)) if cause is not None else None
         except (OSError, ValueError, KeyError, TypeError):
             return ExitCause(kind="lost", message=f"the agent on {self._node} ended without a reason")
 
@@ -132,7 +148,8 @@ def torchrun_spec(agent: AgentPlan, *, local_addr: str) -> TorchrunSpec:
         min_nodes=1,
         max_nodes=agent.agents,
         rdzv_backend="strata",
-        rdzv_endpoint=plan.coordinator.rpartition("/")[2],  # Without https://: the environment asks for TLS.
+        # Without https://: the environment asks for TLS.
+        rdzv_endpoint=",".join(each.rpartition("/")[2] for each in plan.coordinator.split(",")),
         local_addr=local_addr,
         max_restarts=plan.max_restarts,
         spares=plan.spares,

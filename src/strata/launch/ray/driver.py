@@ -7,13 +7,14 @@ has a thread (`run`). Ray is imported here and in the agents, never in the coord
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from strata.launch.protocol import Capacity, LaunchPlan, Lost, Observation
+from strata.launch.protocol import Capacity, Exited, LaunchPlan, Lost, Observation
 from strata.launch.ray.messages import (
     Adopt,
     Adopted,
@@ -25,9 +26,12 @@ from strata.launch.ray.messages import (
     Request,
     Start,
     Stop,
+    Superseded,
 )
 
 CAPACITY_EVERY_S = 2.0
+SWEEP_EVERY = 5
+"""So many looks at the capacity."""
 
 
 def main(connection: Connection[Observation | News, Request | None], options: RayOptions) -> None:
@@ -55,6 +59,7 @@ class Driver:
         self._connection = connection
         self._sending = threading.Lock()
         self._runs: dict[str, Any] = {}
+        self._has_adopted = False
         self._closed = threading.Event()
 
     def connect(self) -> None:
@@ -80,7 +85,16 @@ class Driver:
                 case None:
                     break
                 case Adopt():
-                    self._adopt(request.plans)
+                    try:
+                        self._adopt(request.plans)
+                    except Superseded as error:
+                        hint = "If etcd was set up anew, give the journal another prefix, or restart the Ray cluster."
+                        self.say(
+                            DriverFailed(
+                                reason=f"The Ray cluster is not this coordinator's: {error}.", hint=hint
+                            )
+                        )
+                        break
                 case Start():
                     self._begin(request.plan)
                 case Stop():
@@ -105,12 +119,18 @@ class Driver:
         run.begin(plan)
 
     def _adopt(self, plans: Iterable[LaunchPlan]) -> None:
+        from strata.launch.ray.memory import ClusterMemory
         from strata.launch.ray.run import RayRun, find_runs
 
-        found = find_runs(self.options.namespace)
+        memory = ClusterMemory(self.options)
+        memory.claim()
+        found, ends = find_runs(self.options.namespace), memory.ends()
         for plan in plans:
             agents = found.get(plan.run_id)
-            if agents:
+            if plan.run_id in ends:
+                # What is left of it is ended below.
+                self.say(Exited(run_id=plan.run_id, task_id=plan.task_id, cause=ends.pop(plan.run_id)))
+            elif agents:
                 del found[plan.run_id]
                 run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
                 run.take_up(plan, agents)
@@ -118,8 +138,27 @@ class Driver:
                 reason = "no trace of it is left in the Ray cluster"
                 self.say(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
         for run_id, agents in found.items():
-            RayRun(run_id, self.options, self.say).end(agents)
+            self._end(run_id, agents)
+        for run_id in ends:  # The coordinator knows of these.
+            memory.forget_end(run_id)
+        self._has_adopted = True
         self.say(Adopted())
+
+    def _end(self, run_id: str, agents: Mapping[int, Any]) -> None:
+        from strata.launch.ray.run import RayRun
+
+        run = self._runs[run_id] = RayRun(run_id, self.options, self.say)
+        run.end(agents)
+
+    def _sweep(self) -> None:
+        """What an earlier leader had still under way when this one looked for runs is nobody's."""
+        from strata.launch.ray.memory import ClusterMemory
+        from strata.launch.ray.run import find_runs
+
+        found = find_runs(self.options.namespace)
+        ClusterMemory(self.options).check()  # Afterwards: what a later leader has started is not among them.
+        for run_id in found.keys() - self._runs.keys():
+            self._end(run_id, found[run_id])
 
     def _forget(self, jobs: Sequence[str]) -> None:
         from strata.launch.ray.run import forget_everywhere
@@ -129,9 +168,13 @@ class Driver:
     # --- capacity -------------------------------------------------------------------------------------------
 
     def _watch_capacity(self) -> None:
-        while not self._closed.wait(CAPACITY_EVERY_S):
+        for number in itertools.count(1):
+            if self._closed.wait(CAPACITY_EVERY_S):
+                return
             with contextlib.suppress(Exception):  # The cluster is away: its loss is noticed elsewhere.
                 self._see_capacity()
+                if self.options.term and self._has_adopted and number % SWEEP_EVERY == 0:
+                    self._sweep()
 
     def _see_capacity(self) -> None:
         import ray

@@ -20,6 +20,19 @@ class RayOptions:
     namespace: str
     """Where this coordinator's runs, and those of its predecessors on the same data, are found in the cluster."""
     cpus_per_worker: float = 1.0
+    term: int = 0
+    """Of the leader among several coordinators that share a namespace; 0: there is only one."""
+
+
+class Superseded(Exception):
+    """Another coordinator has led since: what this one had in the cluster is the other's now."""
+
+    def __init__(self, term: int, latest: int) -> None:
+        super().__init__(term, latest)
+        self.term, self.latest = term, latest
+
+    def __str__(self) -> str:
+        return f"a coordinator of term {self.latest} has taken the runs over; this one is of term {self.term}"
 
 
 # --- coordinator to driver ----------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 Ray moves what a lost node held: the bundle to a node with capacity, and with it the agent, which then joins the rendezvous anew.
 Until there is capacity the others continue without it. The run is over when one agent ended well (then all did), when one failed
 for good, or when it was asked to stop; only after everything has exited is its end reported.
+
+Everything is named by the run, and the run by its task and attempt, which are on record before anything is started: what is there is
+found by whoever leads next, and nothing is started twice. A coordinator that another one has superseded changes nothing any more.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from strata.launch.protocol import (
     Started,
 )
 from strata.launch.ray.agent import RayAgent
-from strata.launch.ray.messages import AgentPlan, AgentReport, RayOptions
+from strata.launch.ray.memory import ClusterMemory
+from strata.launch.ray.messages import AgentPlan, AgentReport, RayOptions, Superseded
 from strata.launch.ray.placement import capacity_of, workers_by_agent
 from strata.launch.torchrun import LEAVE_S
 from strata.shared_memory import forget_jobs
@@ -98,6 +102,9 @@ class RayRun:
         self.run_id = run_id
         self._options = options
         self._say = say
+        self._memory = ClusterMemory(options)
+        self._term = (options.term,) if options.term else ()
+        """A further argument of what agents are asked; left out where it means nothing, for agents of an earlier version."""
         self._plan: LaunchPlan | None = None
         self._agents: list[_Watched] = []
         self._patience_s: float | None = None
@@ -111,7 +118,7 @@ class RayRun:
     def take_up(self, plan: LaunchPlan, agents: Mapping[int, Any]) -> None:
         self._plan = plan
         self._agents = [_Watched(index=i, actor=actor) for i, actor in sorted(agents.items())]
-        self._in_thread(self._watch)
+        self._in_thread(self._complete_and_watch)
 
     def end(self, agents: Mapping[int, Any]) -> None:
         """Nobody wants it: no word is said about it."""
@@ -131,6 +138,8 @@ class RayRun:
     def _start_and_watch(self, plan: LaunchPlan) -> None:
         try:
             nodes = self._start(plan)
+        except Superseded:
+            return
         except Exception as error:
             self._clear()
             message = str(error) if isinstance(error, LaunchFailed) else f"Ray did not start it: {error}"
@@ -150,32 +159,65 @@ class RayRun:
             {"CPU": cpus * n, **({"GPU": plan.gpus_per_worker * n} if plan.gpus_per_worker else {})}
             for n in counts
         ]
-        name = f"{GROUP}{self._options.namespace}:{self.run_id}"
-        group = placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached")
+        self._memory.check()
+        group = placement_group(bundles, strategy="SPREAD", name=self._group_name, lifetime="detached")
         while not group.wait(1):
             self._give_up_at(deadline_s, "its resources were taken in the meantime")
         files = task_files(plan.task_dir)
         for index, (count, bundle) in enumerate(zip(counts, bundles, strict=True)):
             agent = AgentPlan(index=index, agents=len(counts), nproc=count, plan=plan, files=files)
-            actor = RayAgent.options(  # type: ignore[attr-defined]
-                name=f"{self.run_id}#{index}",
-                namespace=self._options.namespace,
-                lifetime="detached",
-                max_restarts=-1,
-                max_concurrency=4,
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=index
-                ),
-            ).remote(agent)
-            self._agents.append(_Watched(index=index, actor=actor))
+            self._start_agent(agent, group, bundle)
         pending = [watched.actor.where.remote() for watched in self._agents]
         while pending:
             ready, pending = ray.wait(pending, timeout=1.0)
             ray.get(ready)  # An agent that cannot start says why here.
             self._give_up_at(deadline_s, "its agents did not start")
         return len(set(placement_group_table(group)["bundles_to_node_id"].values()))
+
+    @property
+    def _group_name(self) -> str:
+        return f"{GROUP}{self._options.namespace}:{self.run_id}"
+
+    def _start_agent(self, agent: AgentPlan, group: Any, bundle: Mapping[str, float]) -> None:
+        self._memory.check()
+        actor = RayAgent.options(  # type: ignore[attr-defined]
+            name=f"{self.run_id}#{agent.index}",
+            namespace=self._options.namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=4,
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=agent.index
+            ),
+        ).remote(agent)
+        self._agents.append(_Watched(index=agent.index, actor=actor))
+
+    def _complete_and_watch(self) -> None:
+        try:
+            self._start_missing()
+        except Superseded:
+            return
+        except Exception as error:  # What is there trains without them, and is watched all the same.
+            self._remark(f"agents that were not started yet could not be started: {error}")
+        self._watch()
+
+    def _start_missing(self) -> None:
+        """A coordinator that was lost while it started the run may have started some of its agents: the others are started now."""
+        group = get_placement_group(self._group_name)
+        bundles = placement_group_table(group)["bundles"]
+        there = {agent.index for agent in self._agents}
+        missing = sorted(set(range(len(bundles))) - there)
+        if not missing:
+            return
+        known = self._agents[0]
+        plan: AgentPlan = ray.get(known.actor.plan.remote(), timeout=EXIT_TIMEOUT_S)
+        cpus = bundles[known.index]["CPU"] / plan.nproc
+        for index in missing:
+            nproc = round(bundles[index]["CPU"] / cpus)
+            self._start_agent(replace(plan, index=index, nproc=nproc), group, bundles[index])
 
     def _layout(self, plan: LaunchPlan, deadline_s: float) -> list[int]:
         while True:
@@ -208,10 +250,20 @@ class RayRun:
     def _watch(self) -> None:
         try:
             lost = self._watch_agents()
+        except Superseded:
+            return
         except Exception as error:  # The cluster is lost, or answers nonsense.
             lost = f"the Ray cluster no longer answers for it: {type(error).__name__}: {error}"
-        self._clear()
         plan = self._plan
+        try:
+            self._memory.check()
+            if plan is not None and not lost:  # Known to the cluster until it is known to the coordinator.
+                self._memory.note_end(self.run_id, self._cause)
+        except Superseded:
+            return
+        except Exception as error:  # Where the cluster is lost there is nobody to find it either.
+            lost = lost or f"the Ray cluster no longer answers for it: {type(error).__name__}: {error}"
+        self._clear()
         if plan is None:
             return
         if lost:
@@ -229,14 +281,14 @@ class RayRun:
                 notified, patience_s = True, self._patience_s or 0.0
                 deadline_s = time.monotonic() + patience_s + EXIT_TIMEOUT_S
                 for agent in self._agents:
-                    agent.actor.stop.remote(patience_s)
+                    agent.actor.stop.remote(patience_s, *self._term)
             now_s = time.monotonic()
             if deadline_s is not None and now_s > deadline_s:
                 return ""  # What is left is ended by force.
             waiting = set(map(id, asked.values()))
             for agent in self._agents:
                 if not agent.ended and id(agent) not in waiting and now_s >= agent.ask_at_s:
-                    asked[agent.actor.take.remote(ANSWER_S, agent.received)] = agent
+                    asked[agent.actor.take.remote(ANSWER_S, agent.received, *self._term)] = agent
             if not asked:
                 time.sleep(0.1)
                 continue
@@ -307,16 +359,23 @@ class RayRun:
         """Nothing of the run is left in the cluster afterwards; snapshots only where it failed and may continue."""
         over = self._cause is None
         with contextlib.suppress(Exception):  # Nodes that are lost have nothing left to clear.
-            ray.wait(
-                [agent.actor.clear.remote(over) for agent in self._agents],
+            cleared, _ = ray.wait(
+                [agent.actor.clear.remote(over, *self._term) for agent in self._agents],
                 num_returns=max(1, len(self._agents)),
                 timeout=EXIT_TIMEOUT_S,
             )
+            for each in cleared:
+                try:
+                    ray.get(each)
+                except Superseded:
+                    return
+                except Exception:
+                    continue
         for agent in self._agents:
             with contextlib.suppress(Exception):
                 ray.kill(agent.actor, no_restart=True)
         with contextlib.suppress(Exception):
-            remove_placement_group(get_placement_group(f"{GROUP}{self._options.namespace}:{self.run_id}"))
+            remove_placement_group(get_placement_group(self._group_name))
 
 
 def check_reachable(coordinator: str) -> None:

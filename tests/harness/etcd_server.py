@@ -63,11 +63,11 @@ class EtcdServer:
         options: Sequence[str] = (),
         fsync: bool = False,
         host: str = "127.0.0.1",
-        prefix: Sequence[str] = (),
+        namespace: str = "",
     ) -> None:
-        """`prefix`: words before its command, such as those that put it into a network namespace, where it has the address `host`."""
+        """`namespace`: of the network, where it has the address `host`."""
         self.host = host
-        self.prefix = list(prefix)
+        self.namespace = namespace
         self.folder = folder
         self.name = name
         self.port, self.peer_port = free_port(), free_port()
@@ -88,23 +88,21 @@ class EtcdServer:
 
     def begin(self) -> None:
         client, peer = f"{self.scheme}://{self.endpoint}", f"http://{self.host}:{self.peer_port}"
+        command = [
+            program("etcd"),
+            f"--name={self.name}",
+            f"--data-dir={self.folder / 'data'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster={self.members}",
+            *self.options,
+        ]
+        if self.namespace:
+            command = [program("ip"), "netns", "exec", self.namespace, *command]
         with open(self.folder / "etcd.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *self.prefix,
-                    program("etcd"),
-                    f"--name={self.name}",
-                    f"--data-dir={self.folder / 'data'}",
-                    f"--listen-client-urls={client}",
-                    f"--advertise-client-urls={client}",
-                    f"--listen-peer-urls={peer}",
-                    f"--initial-advertise-peer-urls={peer}",
-                    f"--initial-cluster={self.members}",
-                    *self.options,
-                ],
-                stdout=log,
-                stderr=log,
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def wait(self) -> None:
         assert self.process is not None
@@ -147,8 +145,7 @@ class EtcdCluster:
             (folder / f"n{number}").mkdir(parents=True)
             place: dict[str, Any] = {}
             if network is not None:
-                prefix = (program("ip"), "netns", "exec", network.namespace(number))
-                place = {"host": network.address(number), "prefix": prefix}
+                place = {"host": network.address(number), "namespace": network.namespace(number)}
             self.members.append(EtcdServer(folder / f"n{number}", name=f"n{number}", fsync=fsync, **place))
         everyone = ",".join(member.members for member in self.members)
         for member in self.members:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from strata.coordinator import archive as archive_module
 from strata.coordinator.archive import Archive, Outbox, Retention
 from strata.coordinator.logs.archive import LogArchive, LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -235,6 +237,46 @@ def test_one_warning_for_one_outage_and_uploads_continue_by_themselves(
     assert other.said() == ["while it is away"]
     owner = opens().read(f"streams/{one.archive.stream}")
     assert b'"is_closed":true' in owner, "stopped in good order: nothing of it is missing"
+
+
+class Hanging:
+    """A store that takes a request and never answers, until it is told to."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object, **named: object) -> object:
+            self.asked.set()
+            self.answers.wait(60)
+            return getattr(self._inner, name)(*arguments, **named)
+
+        return call
+
+
+def test_nobody_waits_for_storage_that_does_not_answer(
+    tmp_path: Path, opens: Opens, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging(opens())
+    one = One(tmp_path / "a", lambda: cast("Store", hanging), stack)
+    one.archive.start("a:1")
+    assert hanging.asked.wait(30)
+    one.say("meanwhile")  # On disk, and handed over.
+    put(one.history, batch(started(1), 1, [1], {"a": [1.0]}))
+    assert one.said() == ["meanwhile"]
+    assert one.archive.outbox.waiting_bytes > 0
+    monkeypatch.setattr(archive_module, "CLOSE_S", 0.1)
+    one.close()  # Nor does one that stops.
+    again = One(tmp_path / "a", opens, stack)  # As one that was deposed, in the same process.
+    again.archive.start("a:1")
+    again.say("again")
+    hanging.answers.set()
+    eventually(lambda: again.archive.lag_s() == 0, within_s=60)
+    other = One(tmp_path / "b", opens, stack)
+    other.work()
+    assert other.said() == ["meanwhile", "again"]
 
 
 def test_a_stream_without_segments_is_forgotten_after_a_day(

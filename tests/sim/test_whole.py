@@ -173,6 +173,8 @@ def _with_setattr(mistake: Callable[[Patch], None]) -> Mistake:
 
 
 SHOWN_BY = {
+    "what_superseded_generations_publish_is_restored": 387,
+    "reconciliations_count_however_late": 95,
     "saves_that_end_late_count_as_the_newest": 40,
     "what_a_failover_swallowed_is_never_reported": 31,
     "new_leaders_take_everybody_for_lost": 0,

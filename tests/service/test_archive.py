@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from strata.coordinator import archive as archive_module
 from strata.coordinator.archive import Archive, Outbox, Retention
 from strata.coordinator.logs.archive import LogArchive, LogFilter
 from strata.coordinator.logs.store import LogStore
@@ -44,6 +48,8 @@ class One:
                 "logs": Retention(limit_bytes=limit_bytes, keep_s=None),
                 "metrics": Retention(limit_bytes=limit_bytes, keep_s=None),
             },
+            every_s=0.01,
+            import_s=1e9,
         )
         self.archive.gather(self.logs, self.history, lambda action: action())
         self._is_open = True
@@ -199,6 +205,92 @@ def test_storage_is_away_and_everything_arrives_when_it_is_back(
     one.work()
     other.work()
     assert other.said() == ["line 0", "line 1", "line 2"]
+
+
+def test_one_warning_for_one_outage_and_uploads_continue_by_themselves(
+    tmp_path: Path, opens: Opens, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = 0
+    away = threading.Event()
+    away.set()
+
+    def opened() -> Store:
+        nonlocal attempts
+        attempts += 1
+        if away.is_set():
+            raise Unavailable(f"It does not answer, attempt {attempts}.", tier="S3", key="")
+        return opens()
+
+    one, other = One(tmp_path / "a", opened, stack), One(tmp_path / "b", opens, stack)
+    with caplog.at_level(logging.WARNING):
+        one.archive.start("a:1")
+        one.say("while it is away")
+        eventually(lambda: attempts >= 3, within_s=30)
+        assert one.archive.failures_total >= 2
+        assert one.archive.lag_s() > 0
+        away.clear()
+        eventually(lambda: one.archive.lag_s() == 0, within_s=60)
+    assert caplog.text.count("cannot be used now") == 1
+    assert caplog.text.count("answers again") == 1
+    one.close()
+    other.work()
+    assert other.said() == ["while it is away"]
+    owner = opens().read(f"streams/{one.archive.stream}")
+    assert b'"is_closed":true' in owner, "stopped in good order: nothing of it is missing"
+
+
+class Hanging:
+    """A store that takes a request and never answers, until it is told to."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object, **named: object) -> object:
+            self.asked.set()
+            self.answers.wait(60)
+            return getattr(self._inner, name)(*arguments, **named)
+
+        return call
+
+
+def test_nobody_waits_for_storage_that_does_not_answer(
+    tmp_path: Path, opens: Opens, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging(opens())
+    one = One(tmp_path / "a", lambda: cast("Store", hanging), stack)
+    one.archive.start("a:1")
+    assert hanging.asked.wait(30)
+    one.say("meanwhile")  # On disk, and handed over.
+    put(one.history, batch(started(1), 1, [1], {"a": [1.0]}))
+    assert one.said() == ["meanwhile"]
+    assert one.archive.outbox.waiting_bytes > 0
+    monkeypatch.setattr(archive_module, "CLOSE_S", 0.1)
+    one.close()  # Nor does one that stops.
+    again = One(tmp_path / "a", opens, stack)  # As one that was deposed, in the same process.
+    again.archive.start("a:1")
+    again.say("again")
+    hanging.answers.set()
+    eventually(lambda: again.archive.lag_s() == 0, within_s=60)
+    other = One(tmp_path / "b", opens, stack)
+    other.work()
+    assert other.said() == ["meanwhile", "again"]
+
+
+def test_a_stream_without_segments_is_forgotten_after_a_day(
+    tmp_path: Path, opens: Opens, stack: ExitStack
+) -> None:
+    one, other = One(tmp_path / "a", opens, stack), One(tmp_path / "b", opens, stack)
+    one.work()
+    other.work()
+    one.archive.tidy(opens())
+    assert len(list(opens().list("streams/"))) == 2, "it may yet say something"
+    day_before_s = time.time() - 2 * 86_400
+    os.utime(tmp_path / "store" / "streams" / other.archive.stream, (day_before_s, day_before_s))
+    one.archive.tidy(opens())
+    assert [blob.key for blob in opens().list("streams/")] == [f"streams/{one.archive.stream}"]
 
 
 def test_what_waits_for_storage_is_bounded_and_what_is_lost_is_said(

@@ -25,6 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -61,9 +62,11 @@ FORMAT = 1
 """Of segments. One that is written in a later format is left alone."""
 EVERY_S = 2.0
 """Between two uploads, and between two looks at what others have uploaded."""
+IMPORT_S = 1.0
+"""So long it takes in what others have uploaded before it looks again at what is to be uploaded here."""
 TAIL_S = 5.0
-"""While storage answers, no more than the last so many seconds of a coordinator that is lost are missing: `EVERY_S`, and twice the
-time that an upload may reasonably take."""
+"""While storage answers, no more than the last so many seconds of a coordinator that is lost are missing: `EVERY_S`, `IMPORT_S`, and
+what an upload takes."""
 LINES_PER_ROW = 500
 LONGEST_PAUSE_S = 30.0
 OUTBOX_BYTES = 256 << 20
@@ -406,8 +409,8 @@ class LogSink:
 
     def take_in(self, stream: str, position: Position, rows: Sequence[bytes]) -> bool:
         stored = self._archive.take_in(stream, position, [e for row in rows for e in unpack_entries(row)])
-        if stored:
-            self._in_loop(lambda: self._logs.merge(stored))
+        for at in range(0, len(stored or ()), LINES_PER_ROW):  # Heartbeats come between.
+            self._in_loop(partial(self._logs.merge, (stored or [])[at : at + LINES_PER_ROW]))
         return stored is not None
 
 
@@ -442,6 +445,7 @@ class Archive:
         *,
         retention: dict[Kind, Retention],
         every_s: float = EVERY_S,
+        import_s: float = IMPORT_S,
     ) -> None:
         self.outbox = outbox
         self.uploads_total = 0
@@ -451,6 +455,8 @@ class Archive:
         self._url = url
         self._retention = retention
         self._every_s = every_s
+        self._import_s = import_s
+        self._import_until_mono_s = 0.0
         self._sinks: dict[Kind, Sink] = {}
         self._owner = Owner(address="")
         self._announced: Owner | None = None
@@ -547,11 +553,13 @@ class Archive:
         if is_last:
             self._announce(store, msgspec.structs.replace(self._owner, is_closed=True))
             return
+        self._import_until_mono_s = time.monotonic() + self._import_s
         self._read_owners(store)
         for stream in list(self._owners):
             for kind, sink in self._sinks.items():
                 self._take_in(store, kind, stream, sink)
-        self._say_what_is_missing()
+        if time.monotonic() <= self._import_until_mono_s:
+            self._say_what_is_missing()
         if self._owner.leads and time.monotonic() >= self._next_tidy_mono_s:
             self._next_tidy_mono_s = time.monotonic() + TIDY_EVERY_S
             self.tidy(store)
@@ -589,6 +597,9 @@ class Archive:
     def _take_in(self, store: Store, kind: Kind, stream: str, sink: Sink) -> None:
         position = sink.imported(stream)
         while not self._closing:
+            if time.monotonic() > self._import_until_mono_s:
+                self._wake.set()  # Further at once, after what this coordinator has to upload.
+                return
             key = _key(kind, stream, position.number) if position is not None else ""
             blob = store.stat(key) if key else None
             if blob is None:

@@ -27,10 +27,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from strata.coordinator.archive import Archive, Outbox, Retention
 from strata.coordinator.auth.audit_log import AuditLog
+from strata.coordinator.auth.etcd_tokens import EtcdTokens, TokensUnreachable
 from strata.coordinator.auth.gatekeeper import LOOPBACK_NAMES, AccessRules, Gatekeeper
 from strata.coordinator.auth.paths import ReadRules
 from strata.coordinator.auth.peers import is_loopback
-from strata.coordinator.auth.tokens import TaskTokens, TokenStore
+from strata.coordinator.auth.tokens import TaskTokens, TokenFileError, TokenStore
 from strata.coordinator.engine import Unavailable
 from strata.coordinator.grpc.middleware import GrpcAccess
 from strata.coordinator.grpc.service import CoordinatorService
@@ -80,6 +81,8 @@ SHUTDOWN_S = 3.0
 AGAIN_S = 0.5
 """Between attempts of one that was deposed to start again."""
 COLLECT_S = 1.0
+TOKENS_EVERY_S = 1.0
+"""After so long a token that another coordinator has revoked counts no longer here."""
 ATTEND_S = 4.0
 """After so long a standby is no longer taken for one that looks after its machine."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -153,13 +156,15 @@ class Server:
             self._archive.gather(self.runtime.logs, self.runtime.run_history, self._in_loop)
             self.runtime.metrics.registry.register(ArchiveCollector(self._archive))
         self._otel = _otel_export(settings, self.runtime)
+        self._shared_tokens = EtcdTokens(location) if location is not None else None
         self._gatekeeper = Gatekeeper(
             _access_rules(settings),
-            tokens=TokenStore(settings.data_dir),
+            tokens=TokenStore(settings.data_dir, self._shared_tokens),
             task_tokens=TaskTokens(settings.data_dir, agree=self._agree_on_task_key),
             is_live=self.runtime.is_live,
             on_failure=self.runtime.metrics.access_refused,
         )
+        self._tokens_outage = OutageLog(log, over="tokens are those of all coordinators again")
         self._audit_log = AuditLog(settings.data_dir)
         self._certificates = _Certificates(settings) if settings.tls_cert is not None else None
         self.grpc_port = 0
@@ -189,6 +194,8 @@ class Server:
         if settings.metrics_port >= 0:
             listeners.append(_listen("metrics", settings.host, settings.metrics_port))
             self.metrics_port = listeners[1].getsockname()[1]
+        if self._shared_tokens is not None:
+            await self._sync_tokens()  # Before the first call.
         self._grpc = await self._start_grpc()
         runtime.address = f"{settings.url_host}:{self.grpc_port}"
         loop = self._loop = asyncio.get_running_loop()
@@ -203,6 +210,8 @@ class Server:
             asyncio.create_task(self._serve_http(listeners), name="http"),
             asyncio.create_task(self._pulse(), name="pulse"),
         ]
+        if self._shared_tokens is not None:
+            self._tasks.append(asyncio.create_task(self._keep_tokens_in_sync(), name="tokens"))
         await _until(lambda: all(server.started for server in self._http), self._tasks)
         if self._archive is not None:
             self._archive.start(f"{settings.advertised_host}:{self.grpc_port}")
@@ -292,6 +301,8 @@ class Server:
             await asyncio.to_thread(self.runtime.run_history.close)
         if self._archive is not None:  # After those that hand over to it.
             await asyncio.to_thread(self._archive.close)
+        if self._shared_tokens is not None:
+            self._shared_tokens.close()
         self._audit_log.close()
         self._gatekeeper.owners.close()
         with suppress(FileNotFoundError):
@@ -497,6 +508,20 @@ class Server:
             except Exception:  # Who only watches must not end what is watched.
                 log.exception("measuring failed")
             await asyncio.sleep(1.0)
+
+    async def _keep_tokens_in_sync(self) -> None:
+        while True:
+            await asyncio.sleep(TOKENS_EVERY_S)
+            await self._sync_tokens()
+
+    async def _sync_tokens(self) -> None:
+        """A token that another coordinator has created counts here, and one that it has revoked does not."""
+        try:
+            await asyncio.to_thread(self._gatekeeper.tokens.sync)
+        except (TokensUnreachable, TokenFileError) as error:
+            self._tokens_outage.start(f"tokens of other coordinators are not known for now: {error}")
+        else:
+            self._tokens_outage.ended()
 
     def _warn_about_settings(self) -> None:
         settings = self._settings

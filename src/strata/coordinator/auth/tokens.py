@@ -4,6 +4,11 @@ A token is shown once, when it is created; the file holds its SHA-256 alone, whi
 bits. `tokens.json` in the data directory is private, written atomically under a lock, and read again whenever it changes, so
 that `strata token` works beside a running coordinator and without one.
 
+Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes is there, or gone, before that is
+answered, and every other brings its own file up to date a second later (`TokenStore.sync`). The file says which tokens it had in
+common with the others when it was last brought up to date: what is in it beyond those was created here meanwhile, and what is
+missing was revoked here, by `strata token --data-dir` say. So neither a token nor its end is lost, whoever was away.
+
 Not for tokens of the configuration: those are the operator's, who keeps them.
 """
 
@@ -18,10 +23,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -109,13 +115,71 @@ def as_role(text: str) -> Role:
     raise InvalidArgument("role", f"'{text[:40]}' is not one.", hint=f"There are {', '.join(ROLES)}.")
 
 
+class SharedTokens(Protocol):
+    """Where several coordinators keep tokens together. Raises `StrataError` where that cannot be reached."""
+
+    def name(self) -> str:
+        """Of this place and no other: not of one that is at the same address later."""
+        ...
+
+    def mark(self) -> object:
+        """Differs when something has been changed."""
+        ...
+
+    def all(self) -> dict[str, bytes]:
+        """By digest."""
+        ...
+
+    def put(self, digest: str, body: bytes) -> None: ...
+
+    def delete(self, digest: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What is to be done with tokens that are kept here and together with others."""
+
+    publish: frozenset[str]
+    withdraw: frozenset[str]
+    kept: frozenset[str]
+    """Here, when that is done."""
+
+
+def merge(*, here: AbstractSet[str], in_common: AbstractSet[str], together: AbstractSet[str]) -> Merged:
+    """`in_common`: what was both here and there when they were last compared. Pure."""
+    created, revoked = here - in_common, in_common - here
+    return Merged(
+        publish=frozenset(created - together),
+        withdraw=frozenset(revoked & together),
+        kept=frozenset((together - revoked) | created),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """Of the file."""
+
+    tokens: dict[str, Token]
+    shared_with: str = ""
+    in_common: frozenset[str] = frozenset()
+
+    def in_common_with(self, name: str) -> frozenset[str]:
+        return self.in_common if self.shared_with == name else frozenset()
+
+
 class TokenStore:
     """The file, and what it said last. Raises `TokenFileError` for a file that cannot be used."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, shared: SharedTokens | None = None) -> None:
         self.path = data_dir / "tokens.json"
+        self._shared = shared
         self._seen: tuple[int, int, int] | None = None
-        self._by_digest: dict[str, Token] = {}
+        self._synced: tuple[object, object] | None = None
+        self._content = _Content(tokens={})
+
+    @property
+    def _by_digest(self) -> dict[str, Token]:
+        return self._content.tokens
 
     def find(self, token: str, *, now_s: float | None = None) -> Token | None:
         """The one this is, if it is one and has not expired."""
@@ -171,6 +235,8 @@ class TokenStore:
                     f"{TOKENS_LIMIT:,} tokens are kept already, which is the limit.",
                     hint="Revoke some: `strata token ls`, `strata token revoke ID`.",
                 )
+            if self._shared is not None:
+                self._shared.put(token.digest, msgspec.json.encode(token))
             tokens[token.digest] = token
         return secret, token
 
@@ -179,55 +245,115 @@ class TokenStore:
             found = next((token for token in tokens.values() if token.id == token_id), None)
             if found is None:
                 raise Unknown("token", token_id, hint="`strata token ls` lists the ids.")
+            if self._shared is not None:
+                self._shared.delete(found.digest)
             del tokens[found.digest]
         return found
 
+    def sync(self) -> None:
+        """Bring this file and what is kept together with others up to date. Waits for others; raises what they raise."""
+        if self._shared is None:
+            return
+        mark = self._shared.mark()
+        if self._synced is not None and self._synced == (mark, self._stamp()):
+            return
+        with self._locked():
+            before = self._content
+            name = self._shared.name()
+            found = {digest: _shared_token(digest, body) for digest, body in self._shared.all().items()}
+            together = {digest: token for digest, token in found.items() if token is not None}
+            merged = merge(
+                here=before.tokens.keys(), in_common=before.in_common_with(name), together=together.keys()
+            )
+            for digest in merged.publish:
+                self._shared.put(digest, msgspec.json.encode(before.tokens[digest]))
+            for digest in merged.withdraw:
+                self._shared.delete(digest)
+            tokens = {digest: (together | before.tokens)[digest] for digest in merged.kept}
+            after = _Content(tokens=tokens, shared_with=name, in_common=merged.kept)
+            if after != before:
+                self._write(after)
+        self._synced = (mark, self._stamp())
+
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Token]]:
+        with self._locked():
+            before = self._content
+            now_s = time.time()
+            tokens = {
+                digest: token
+                for digest, token in before.tokens.items()
+                if token.expires_at_s is None or token.expires_at_s + EXPIRED_KEPT_S > now_s
+            }
+            yield tokens
+            after = replace(before, tokens=tokens)
+            if self._shared is not None:
+                name, created = self._shared.name(), tokens.keys() - before.tokens.keys()
+                in_common = before.in_common_with(name) | created
+                after = _Content(tokens=tokens, shared_with=name, in_common=in_common)
+            self._write(after)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """With what the file says now."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _exclusively(self.path.with_suffix(".lock")):
                 self._seen = None
                 self._refresh()
-                now_s = time.time()
-                tokens = {
-                    digest: token
-                    for digest, token in self._by_digest.items()
-                    if token.expires_at_s is None or token.expires_at_s + EXPIRED_KEPT_S > now_s
-                }
-                yield tokens
-                body = json.dumps(
-                    {"version": 1, "tokens": [asdict(token) for token in tokens.values()]}, indent=1
-                )
-                write_file(self.path, body, durable=True, mode=0o600)
-                self._seen = None
+                yield
         except OSError as error:
             raise TokenFileError(
                 f"The tokens in {self.path} cannot be changed: {error.strerror or error}.",
                 hint="Is the disk full, or does the data directory belong to another user?",
             ) from error
 
-    def _refresh(self) -> None:
+    def _write(self, content: _Content) -> None:
+        found: dict[str, Any] = {"version": 1, "tokens": [asdict(token) for token in content.tokens.values()]}
+        if content.shared_with:
+            found |= {"shared_with": content.shared_with, "in_common": sorted(content.in_common)}
+        write_file(self.path, json.dumps(found, indent=1), durable=True, mode=0o600)
+        self._seen = None
+
+    def _stamp(self) -> tuple[int, int, int] | None:
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
-            self._seen, self._by_digest = None, {}
-            return
+            return None
         except OSError as error:
             raise TokenFileError(f"The tokens in {self.path} cannot be read: {error.strerror}.") from error
-        seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+        return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+    def _refresh(self) -> None:
+        seen = self._stamp()
+        if seen is None:
+            self._seen, self._content = None, _Content(tokens={})
+            return
         if seen == self._seen:
             return
         try:
             found = json.loads(self.path.read_bytes())
             tokens = msgspec.convert(found["tokens"], list[Token])
-            self._by_digest = {token.digest: token for token in tokens}
-        except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+            self._content = _Content(
+                tokens={token.digest: token for token in tokens},
+                shared_with=msgspec.convert(found.get("shared_with", ""), str),
+                in_common=msgspec.convert(found.get("in_common", ()), frozenset[str]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
             raise TokenFileError(
                 f"The tokens in {self.path} cannot be read: {error}.",
                 hint="Restore the file, or remove it and create the tokens again.",
             ) from error
         self._seen = seen
+
+
+def _shared_token(digest: str, body: bytes) -> Token | None:
+    """None for what is no token, or not the one it is kept as: it lets nobody in."""
+    try:
+        token = msgspec.json.decode(body, type=Token)
+    except msgspec.MsgspecError:
+        return None
+    return token if token.digest == digest else None
 
 
 @contextmanager

@@ -417,6 +417,19 @@ class EtcdLog:
         found = self._range(body).get("kvs", ())
         return [(decode(kv["key"]).decode()[start:], decode(kv.get("value", ""))) for kv in found]
 
+    def mark_of(self, name: str) -> tuple[int, int]:
+        """Differs whenever something below a name has been written or deleted: the latest change that is left, and how many
+        there are."""
+        body = {
+            "key": self.key(f"{name}/"),
+            "range_end": self.key(f"{name}0"),
+            "limit": "1",
+            "keys_only": True,
+        }
+        found = self._range({**body, "sort_order": "DESCEND", "sort_target": "MOD"})
+        last = next((int(kv["mod_revision"]) for kv in found.get("kvs", ())), 0)
+        return last, int(found.get("count", "0"))
+
     def keep(self, name: str, value: bytes, *, lease: str = "0") -> None:
         self.client.post("kv/put", {"key": self.key(name), "value": encode(value), "lease": lease})
 

@@ -74,8 +74,6 @@ SNAPSHOT_EVENTS = 5_000
 FRAME_BYTES = 4
 LOAD_ATTEMPTS = 20
 HELD_S = 60.0
-GROWTH_BYTES = 16 << 20
-"""etcd's file grows by so much at a time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
 
@@ -839,9 +837,8 @@ class EtcdSpace:
 
     @property
     def low_bytes(self) -> int:
-        if not self._quota_bytes:
-            return self.beside.low_bytes
-        return min(self.beside.low_bytes + GROWTH_BYTES, self._quota_bytes // 4)
+        own_bytes = self.beside.low_bytes
+        return min(own_bytes, self._quota_bytes // 4) if self._quota_bytes else own_bytes
 
     def explain(self) -> tuple[str, str]:
         used = (

@@ -14,5 +14,7 @@ What is here puts healthy workers beside the fault and looks at both. Where a pa
 | two coordinators on one data directory | test_processes.py |
 | a clock that is set back | test_processes.py |
 | thousands of connections, rapid reset, slowloris, floods | test_attacks.py; limits tests/service/test_limits.py |
+| SIGKILL and SIGSTOP of the leader among several coordinators | test_failovers.py, test_failover_under_load.py, tests/service/test_failover.py; with runs on Ray and Slurm tests/launch/test_*_takeover.py |
+| members of etcd killed and cut off, etcd out of space, a leader cut off from it in one direction | test_etcd.py; a lost majority tests/service/test_failover.py |
 | coordinators that stand by, dead and frozen addresses | tests/service/test_several_coordinators.py |
 """

@@ -175,7 +175,7 @@ def test_a_leader_that_is_cut_off_from_etcd_in_one_direction_steps_down_and_chan
     with ExitStack() as stack:
         stack.callback(etcd.stop)
         road = stack.enter_context(Proxy(etcd.port))
-        pair = Pair(tmp_path, etcd.endpoint, stack, journals=(road.address, etcd.endpoint))
+        pair = Pair(tmp_path, (road.address, etcd.endpoint), stack)
         old, new = pair.both
         if pair.leader() is not old:
             new.stop()

@@ -62,7 +62,7 @@ def pair(cluster: RayCluster, tmp_path: Path) -> Iterator[Pair]:
     }
     try:
         with ExitStack() as stack:
-            yield Pair(tmp_path, etcd.endpoint, stack, journals=None, **env)
+            yield Pair(tmp_path, etcd.endpoint, stack, **env)
     finally:
         (tmp_path / "slow").unlink(missing_ok=True)
         etcd.stop()

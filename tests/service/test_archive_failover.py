@@ -35,7 +35,6 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
                 tmp_path,
                 etcd.endpoint,
                 stack,
-                journals=None,
                 STRATA_ARCHIVE="s3://fleet/archive",
                 **server.environment(),
             )

@@ -40,17 +40,11 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 class Pair:
     """Two coordinators over one journal."""
 
-    def __init__(
-        self,
-        folder: Path,
-        endpoints: str,
-        stack: ExitStack,
-        *,
-        journals: tuple[str, str] | None = None,
-        **env: str,
-    ) -> None:
-        """`journals`: ways to etcd, where each has its own."""
+    def __init__(self, folder: Path, etcd: str | tuple[str, str], stack: ExitStack, **env: str) -> None:
+        """`etcd`: its endpoints, for both or for each."""
+        ways = (etcd, etcd) if isinstance(etcd, str) else etcd
         prefix = next(_prefixes)
+        self.journal = f"etcd://{ways[1]}{prefix}"
         self.both = [
             Coordinator(
                 folder / name,
@@ -58,7 +52,7 @@ class Pair:
                 f"etcd://{way}{prefix}",
                 env={"STRATA_HEARTBEAT_TIMEOUT": "600", **env},
             )
-            for name, way in zip("ab", journals or (endpoints, endpoints), strict=True)
+            for name, way in zip("ab", ways, strict=True)
         ]
         for each in self.both:
             stack.callback(self._stop, each)

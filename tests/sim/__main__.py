@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.sim import leadership, whole
 from tests.sim.job import Simulation, simulate
+from tests.sim.scenario import SimulationFailed
 
 
 def main() -> None:
@@ -33,12 +34,17 @@ def main() -> None:
         "--whole", action="store_true", help="coordinators, agents, workers and a job together, in one world"
     )
     parser.add_argument("--processes", type=int, help="with --whole: on so many processors (default: all)")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="with --whole: do not end at the first that fails"
+    )
     parser.add_argument("-o", "--output", type=Path, help="with --whole: write the result here, as JSON")
     parser.add_argument("--story", action="store_true", help="print everything that happened")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
     if arguments.whole:
-        if not run_whole(seeds, arguments.story, arguments.processes, arguments.output):
+        if arguments.story:
+            tell_whole(seeds)
+        elif not run_whole(seeds, arguments.processes, arguments.output, keep_going=arguments.keep_going):
             raise SystemExit(1)
         return
     if arguments.job:
@@ -60,40 +66,43 @@ def main() -> None:
         print(result)
 
 
-def run_whole(seeds: range, story: bool, processes: int | None, output: Path | None) -> bool:
-    """Whether every schedule held. The first that does not ends the search; its story is printed."""
-    if story:
-        for seed in seeds:
-            scenario = whole.WholeScenario(seed)
-            try:
-                print(scenario.simulate())
-            finally:
-                print("\n".join(scenario.world.story))
-        return True
-    began_s, counts, done, failure = time.monotonic(), Counter[str](), 0, ""
-    with multiprocessing.Pool(processes) as pool:
+def tell_whole(seeds: range) -> None:
+    for seed in seeds:
+        scenario = whole.WholeScenario(seed)
         try:
-            for done, found in enumerate(pool.imap_unordered(whole.simulate, seeds, chunksize=10), 1):
+            print(scenario.simulate())
+        finally:
+            print("\n".join(scenario.world.story))
+
+
+def run_whole(seeds: range, processes: int | None, output: Path | None, *, keep_going: bool) -> bool:
+    """Whether every schedule held. The first that does not ends the search, unless it keeps going; their stories are printed."""
+    began_s, counts, done = time.monotonic(), Counter[str](), 0
+    failures: dict[int, str] = {}
+    with multiprocessing.Pool(processes) as pool:
+        for done, found in enumerate(pool.imap_unordered(whole.try_out, seeds, chunksize=10), 1):
+            if isinstance(found, SimulationFailed):
+                failures[found.seed] = str(found)
+                print(found, flush=True)
+                if not keep_going:
+                    break
+            else:
                 counts.update(found.counts)
-                if done % 1_000 == 0 or done == len(seeds):
-                    print(f"{done:,} schedules, {time.monotonic() - began_s:.0f} s", flush=True)
-        except AssertionError as error:
-            failure = str(error)
+            if done % 1_000 == 0 or done == len(seeds):
+                print(f"{done:,} schedules, {time.monotonic() - began_s:.0f} s", flush=True)
     result = {
         "first_seed": seeds.start,
         "last_seed": seeds.stop - 1,
         "schedules": done,
         "seconds": round(time.monotonic() - began_s, 1),
         "processes": processes or multiprocessing.cpu_count(),
-        "failure": failure,
+        "failed_seeds": sorted(failures),
         "counts": dict(sorted(counts.items())),
     }
     if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result | {"failure": bool(failure)}, indent=2))
-    if failure:
-        print(failure)
-    return not failure
+        output.write_text(json.dumps({**result, "failures": failures}, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return not failures
 
 
 def run_leadership(seeds: range, *, story: bool) -> None:

@@ -59,6 +59,8 @@ class ElasticProcess(MachineProcess):
         self.part: Part | None = None
         self.topology: Topology | None = None
         self.notices: list[NotifyCheckpoint] = []
+        self._held: list[NotifyCheckpoint] | None = None
+        """What has to wait until it is known what the registry knows."""
         self._reports = Front(job.whole, machine)
         self._reporting = 0
         self.order = CompletionOrder()
@@ -89,6 +91,7 @@ class ElasticProcess(MachineProcess):
             attempt = self.job.attempt(topology)
             yield from self._barrier("enter", topology.generation * 100 + attempt, topology)
             self.order = CompletionOrder()
+            self._held = None
             part = self.job.enter(self, topology, attempt)
             is_told = False
             while not part.life.is_over:
@@ -123,11 +126,17 @@ class ElasticProcess(MachineProcess):
         """What a start tells the coordinator: what it continues from, and what exists."""
         if self.fabric.killed - self.fabric.recovered:
             yield from self._recover(Standing(step=life.step, commit=DataCommit(), base=""), topology)
+        yield from self._finish_reports()
+        self._held = []
         try:
             yield from self._reconcile(topology)
         except Stale as stale:
             if stale.cause != "run_generation":
+                self._held = None
                 raise
+        held, self._held = self._held or [], None
+        for notice in held:
+            self._put(notice)
 
     def _saved(self) -> list[NotifyCheckpoint]:
         assert self.part is not None
@@ -136,6 +145,8 @@ class ElasticProcess(MachineProcess):
             for checkpoint in destination.checkpoints.values():
                 if checkpoint.placement.run == RUN_ID:
                     found.setdefault(checkpoint.checkpoint_id, checkpoint)
+        if self._held is not None:
+            self._held = []  # What was to be said until now is in the list.
         return [self._notice(c, "completed") for c in sorted(found.values(), key=lambda c: c.order)]
 
     def _run_generation(self, topology: Topology) -> int:
@@ -180,6 +191,12 @@ class ElasticProcess(MachineProcess):
             self.order.removed(checkpoint.checkpoint_id)
         if checkpoint.generation != generation:
             notice = replace(notice, saved_generation=checkpoint.generation)
+        if self._held is not None:
+            self._held.append(notice)
+        else:
+            self._put(notice)
+
+    def _put(self, notice: NotifyCheckpoint) -> None:
         self.notices.append(notice)
         if len(self.notices) == 1:
             self._send_notice()
@@ -306,9 +323,7 @@ class ElasticJob(Simulation):
         return part
 
     def _machine_of(self, worker: WorkerId) -> Machine:
-        process = self.whole.processes[str(worker)]
-        assert isinstance(process, ElasticProcess)
-        return self.machine(process.machine)
+        return self.machine(self.whole.places[str(worker)])
 
     def leave(self, process: ElasticProcess, why: str) -> None:
         """Without it the others cannot continue."""
@@ -445,8 +460,7 @@ class ElasticJob(Simulation):
         if first is not None and self.faults_left and self.chance(0.12):
             self.counts["zombies"] += 1
             self.tell(f"{life} stands still while it publishes")
-            first.freeze()
-            self.world.after(self.world.between(0.5, 8.0), first.wake)
+            self.whole.stop_short(first)
 
     def published_too_late(self) -> None:
         self.counts["stale"] += 1

@@ -782,7 +782,8 @@ class Life:
             sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
         if not sim.hears_of(self, destination):
-            # It is there, and whoever wrote it does not know.
+            # It is there, and whoever wrote it does not know, nor looks what could be removed.
+            sim.unheard += 1
             upload.missing.append(f"{destination.name}: no answer")
             return
         upload.reached.append(destination.name)
@@ -1269,6 +1270,8 @@ class Simulation:
         self.story: list[str] = []
         self.instructions = 0
         self.clock_s = 0.0
+        self.unheard = 0
+        """How often a destination's answer was lost."""
         pick = self.random.randint
         self.total_steps = pick(12, 40)
         self.samples_per_step = pick(2, 5)
@@ -1557,16 +1560,22 @@ class Simulation:
 
     def lose_copies(self, machine: Machine) -> None:
         """An agent ends, and another starts in its place: what it kept is lost."""
+        self._lose_copies(machine)
         machine.copy_table, machine.copies = CopyTable(self.copy_table_bytes), {}
         machine.copy_table.fence(self.run_name, machine.generation)
         self.copies_given_up = True
         self.tell(f"the agent of {machine.name} ends, with all copies")
+
+    def _lose_copies(self, machine: Machine) -> None:
+        for copy in machine.copies.values():  # Somebody may be about to read it.
+            copy.intact = False
 
     def lose_machine(self, lost: Machine) -> None:
         """Another comes in its place, under another name."""
         self.counts["machines lost"] += 1
         self.tell(f"machine {lost.name} is lost")
         self.machines.remove(lost)
+        self._lose_copies(lost)
         for life in self.lives:
             if lost in life.machines and not life.is_over:
                 left = [machine for machine in life.machines if machine in self.machines]
@@ -2041,8 +2050,9 @@ class Simulation:
             own = [c for c in destination.checkpoints.values() if c.placement.run == self.run_name]
             own.sort(key=lambda c: c.order)
             related = [c for c in own if c.lineage == own[-1].lineage]
+            cut_short = self.counts["stale"] + self.counts["stopped"] + self.unheard
             must(
-                len(related) <= 2 * self.keep_count + 3 + self.counts["stale"] + self.counts["stopped"],
+                len(related) <= 2 * self.keep_count + 3 + cut_short,
                 f"{destination.name} grows without bound",
             )
             must(

@@ -322,6 +322,9 @@ class MachineProcess(Process):
         self.world.after(self.world.between(0.0, 3.0), self._report_end)
         self.world.after(self.world.between(0.0, 0.02), lambda: agent.drop(connection))
 
+    def _gave_way(self) -> None:
+        self.fleet.gave_way(self)
+
     def flap(self) -> None:
         if self.connection is None:
             super().flap()
@@ -464,6 +467,9 @@ class MachineScenario(Scenario):
     def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
         """How a process speaks for itself."""
         return self.network, self.coordinator
+
+    def gave_way(self, process: MachineProcess) -> None:
+        pass
 
     def fabric_of(self, process: MachineProcess) -> Fabric:
         return self.fabric

@@ -19,12 +19,14 @@ from strata.core.fleet.multiplexer import Up
 from strata.core.leadership import Record
 from strata.core.messages import (
     ArriveAtBarrier,
+    CheckpointCompleted,
     Command,
     Event,
     Heartbeat,
     Instant,
     Observation,
     ReconcileCheckpoints,
+    RecordsForgotten,
     Refused,
     ReportRecovery,
     WorkerConnected,
@@ -104,6 +106,8 @@ class Log(LogOracle):
         self.leaders: dict[int, Replica] = {}
 
     def completed(self, record: Record, events: Sequence[Event]) -> None:
+        if any(isinstance(event, RecordsForgotten) and event.barriers for event in events):
+            self._ended.clear()  # Their rounds are counted anew.
         super().completed(record, events)
         if self.world.tells:
             for event in events:
@@ -116,11 +120,26 @@ class Log(LogOracle):
                     led_s > PATIENCE_S,
                     f"{event.worker_id} is taken for lost after {led_s:.2f} s under {leader.name}, which cannot know",
                 )
+            if isinstance(event, CheckpointCompleted):
+                _must_know_the_newest(leader.cluster, event)
         leader.witness.flush()
 
     def leads(self, cluster: Cluster) -> None:
         super().leads(cluster)
         self._fleet.restarted(cluster)
+
+
+def _must_know_the_newest(cluster: Cluster | None, event: CheckpointCompleted) -> None:
+    """Within a generation of a run, steps only go up, whatever is reported last."""
+    assert cluster is not None
+    latest = cluster.checkpoints.latest(event.job_id, run_id=event.run_id)
+    for record in cluster.checkpoints.records.values():
+        if latest is not None and (record.run_id, record.generation) == (latest.run_id, latest.generation):
+            is_usable = record.status == "completed" and not record.removed
+            must(
+                not is_usable or record.step <= latest.step,
+                f"{latest.checkpoint_id} is taken for the newest, and there is {record.checkpoint_id}",
+            )
 
 
 class Witness(Oracle):

@@ -241,12 +241,15 @@ class Scenario:
         """It hangs, somebody starts another in its place, and later it wakes."""
         process = self._somebody()
         if process is not None:
-            process.freeze()
-            self.zombies.append(process)
-            name = str(process.worker_id)
-            del self.processes[name]
-            self._start(name)
+            self._replace(process)
             self.world.after(self.world.between(0.2, 7.0), process.wake)
+
+    def _replace(self, process: Process) -> None:
+        process.freeze()
+        self.zombies.append(process)
+        name = str(process.worker_id)
+        del self.processes[name]
+        self._start(name)
 
     def _flap_stream(self) -> None:
         process = self._somebody()

@@ -22,9 +22,8 @@ from tests.sim.coordinator import Reachable, Request
 from tests.sim.elastic import ElasticJob, ElasticProcess
 from tests.sim.leadership import Links, Store
 from tests.sim.machines import Agent, MachineProcess, MachineScenario
-from tests.sim.oracle import must
 from tests.sim.replicas import Front, Immediate, Log, Replica, ReplicaAgent, Roads
-from tests.sim.scenario import FAULTS_END_S, LIMIT_S, SimulationFailed
+from tests.sim.scenario import SimulationFailed
 from tests.sim.worker import Fabric, Process
 from tests.sim.world import Action, Network
 
@@ -54,6 +53,8 @@ class WholeScenario(MachineScenario):
         cast = world.random.choice(["both", "elastic", "elastic", "planned"])
         self.job = ElasticJob(self, seed) if cast != "planned" else None
         self._ranks: list[str] = []
+        self.places: dict[str, str] = {}
+        """By name: the machine of whoever had it last."""
         self.elastic_fabric = Fabric()
         if self.job is not None:
             self._names = [] if cast == "elastic" else self._names[:2]
@@ -84,6 +85,14 @@ class WholeScenario(MachineScenario):
     def reach(self, process: MachineProcess) -> tuple[Network, Reachable]:
         return self._immediate, Front(self, process.machine)
 
+    def gave_way(self, process: MachineProcess) -> None:
+        """Where nobody has taken its place but one that is dead (its registration was on its way for long), whoever started it
+        starts it again."""
+        name = str(process.worker_id)
+        if self.processes.get(name) is process:
+            del self.processes[name]
+            self.world.after(self.world.between(0.5, 2.0), partial(self._start, name))
+
     def fabric_of(self, process: MachineProcess) -> Fabric:
         return self.elastic_fabric if isinstance(process, ElasticProcess) else self.fabric
 
@@ -101,7 +110,7 @@ class WholeScenario(MachineScenario):
         process = self.processes.get(name)
         if process is None or not (process.alive or process.finished):
             machines = self.machine_names()
-            machine = machines[sum(name.encode()) % len(machines)]
+            machine = self.places[name] = machines[sum(name.encode()) % len(machines)]
             if self.job is not None and name in self._ranks:
                 self.processes[name] = ElasticProcess(self.job, name, machine)
             else:
@@ -271,6 +280,14 @@ class WholeScenario(MachineScenario):
                 zombie.kill()
         self.world.after(self.world.between(0.1, 2.0), partial(self._start_agent, job.machines[-1].name))
 
+    def stop_short(self, process: ElasticProcess) -> None:
+        """It hangs for a while, and perhaps somebody starts another in its place meanwhile."""
+        if self.processes.get(str(process.worker_id)) is process and self.world.chance(0.6):
+            self._replace(process)
+        else:
+            process.freeze()
+        self.world.after(self.world.between(1.0, 9.0), process.wake)
+
     def _kill_agent(self) -> None:
         killed = self.agents_killed
         alive = {name for name, agent in self.agents.items() if agent.alive}
@@ -344,4 +361,8 @@ def simulate(seed: int) -> WholeResult:
         raise AssertionError(f"seed {seed} is not the same twice") from failure
 
 
-__all__ = ["FAULTS_END_S", "LIMIT_S", "WholeResult", "WholeScenario", "must", "simulate"]
+def try_out(seed: int) -> WholeResult | SimulationFailed:
+    try:
+        return simulate(seed)
+    except SimulationFailed as failure:
+        return failure

@@ -298,7 +298,11 @@ class Process:
                     yield 0.1
                     continue
                 self.coordinator.listener.superseded(self.worker_id, born=str(self._born))
+                self._gave_way()
             return
+
+    def _gave_way(self) -> None:
+        """It ends, because another process has its place."""
 
     def _generation(self) -> Steps:
         """Train until the members change. True when there is nothing left to train."""

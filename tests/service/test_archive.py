@@ -266,7 +266,7 @@ def test_a_copy_of_a_data_directory_writes_a_stream_of_its_own(
 
 @pytest.mark.parametrize("place", ["ftp://host/x", "memory://job", "folder", "s3://", "file:///"])
 def test_a_place_that_is_none_is_refused_with_what_to_write(place: str) -> None:
-    with pytest.raises(ConfigError, match="archive is '.*'; write s3://bucket/prefix"):
+    with pytest.raises(ConfigError, match=r"archive is '.*'; write s3://bucket/prefix"):
         read_settings(flags={"archive": place}, environ={})
 
 

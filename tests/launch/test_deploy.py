@@ -16,11 +16,13 @@ import pytest
 import yaml
 
 from elastic_harness.train_config import read_train_config
+from strata.coordinator.journal.etcd import parse_location
 from strata.rendezvous import FAST_RECOVERY
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "deploy" / "docker"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+SEVERAL = ROOT / "deploy" / "kubernetes-several"
 KUBERNETES_VERSION = "1.37"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 MANIFESTS: list[dict[str, Any]] = [
@@ -160,6 +162,42 @@ def test_kustomize_finds_what_it_names() -> None:
     assert {m["metadata"].get("namespace", m["metadata"]["name"]) for m in MANIFESTS} == {
         document["namespace"]
     }
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """As Kustomize does it: mappings key by key, containers by their names, everything else replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {key: merged(base.get(key), patch[key]) if key in patch else base[key] for key in base | patch}
+    if isinstance(base, list) and all(isinstance(each, dict) and "name" in each for each in [*base, *patch]):
+        changes = {each["name"]: each for each in patch}
+        there = [merged(each, changes.pop(each["name"], {})) for each in base]
+        return [*there, *changes.values()]
+    return patch
+
+
+def test_two_coordinators_are_reached_under_the_names_that_they_give_themselves() -> None:
+    overlay = yaml.safe_load((SEVERAL / "kustomization.yaml").read_text())
+    assert (SEVERAL / overlay["resources"][0]).resolve() == KUBERNETES
+    service, budget = yaml.safe_load_all((SEVERAL / overlay["resources"][1]).read_text())
+    patch = yaml.safe_load((SEVERAL / overlay["patches"][0]["path"]).read_text())
+    stateful = merged(of_kind("StatefulSet"), patch)
+    for manifest in (service, budget, stateful):
+        assert manifest["metadata"]["namespace"] == overlay["namespace"]
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == labels
+    assert stateful["spec"]["serviceName"] == service["metadata"]["name"]
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    options = dict(each.split("=", 1) for each in container["args"][1:])
+    assert options["--advertise"] == f"$(POD_NAME).{service['metadata']['name']}"
+    assert len(parse_location(options["--journal"]).address.endpoints) == 3
+    # What agents are told to use.
+    names = [
+        f"{patch['metadata']['name']}-{number}.{service['metadata']['name']}:50051"
+        for number in range(patch["spec"]["replicas"])
+    ]
+    assert f"COORDINATOR_ADDR={','.join(names)}" in (SEVERAL / "service.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.coordinator", "Dockerfile.worker"])

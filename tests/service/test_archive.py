@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,14 @@ from typing import cast
 
 import pytest
 
+from strata.config import ConfigError
 from strata.coordinator import archive as archive_module
 from strata.coordinator.archive import Archive, Outbox, Retention
 from strata.coordinator.logs.archive import LogArchive, LogFilter
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics import run_history
 from strata.coordinator.metrics.run_history import RunHistory
+from strata.coordinator.settings import read_settings
 from strata.core.telemetry import segments
 from strata.core.telemetry.loglines import LogLine
 from strata.stores import open_store
@@ -237,6 +240,41 @@ def test_one_warning_for_one_outage_and_uploads_continue_by_themselves(
     assert other.said() == ["while it is away"]
     owner = opens().read(f"streams/{one.archive.stream}")
     assert b'"is_closed":true' in owner, "stopped in good order: nothing of it is missing"
+
+
+def test_a_copy_of_a_data_directory_writes_a_stream_of_its_own(
+    tmp_path: Path, opens: Opens, stack: ExitStack
+) -> None:
+    one = One(tmp_path / "a", opens, stack)
+    one.say("first")
+    put(one.history, batch(started(1), 1, [1], {"loss": [1.0]}))
+    one.work()
+    one.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    again, copy = One(tmp_path / "a", opens, stack), One(tmp_path / "copy", opens, stack)
+    assert again.archive.stream == one.archive.stream != copy.archive.stream
+    again.say("of the first")
+    copy.say("of the copy")
+    for each in (again, copy, again, copy):
+        each.work()
+    reader = One(tmp_path / "b", opens, stack)
+    reader.work()
+    for each in (again, copy, reader):
+        assert each.said() == ["first", "of the first", "of the copy"]
+    assert reader.history.summary("r").metrics[0].count == 1
+
+
+@pytest.mark.parametrize("place", ["ftp://host/x", "memory://job", "folder", "s3://", "file:///"])
+def test_a_place_that_is_none_is_refused_with_what_to_write(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"archive is '.*'; write s3://bucket/prefix"):
+        read_settings(flags={"archive": place}, environ={})
+
+
+@pytest.mark.parametrize(
+    "place", ["s3://bucket", "gs://bucket/x", "az://container/x", "/mnt/shared", "file:///mnt/shared"]
+)
+def test_object_stores_and_shared_folders_are_places(place: str) -> None:
+    assert read_settings(flags={"archive": place}, environ={}).archive == place
 
 
 class Hanging:

@@ -1,7 +1,7 @@
 """What a coordinator gathers beside the journal, kept in object storage too: log lines, output of tasks, metrics of runs.
 
-Every coordinator of a cluster writes one stream of segments for each kind (`core.telemetry.segments`), under a name of its own that
-stays with its data directory, and takes in the streams of all others: whoever leads next has what was gathered before, and a standby
+Every coordinator of a cluster writes one stream of segments for each kind (`core.telemetry.segments`), under a name that belongs to its
+data directory at this place, and takes in the streams of all others: whoever leads next has what was gathered before, and a standby
 shows it meanwhile. Nobody writes to the stream of another, so one that was deposed does no harm by uploading late.
 
 What is to be uploaded waits in `archive.sqlite`, so a coordinator that was killed uploads the rest when it is back. Whoever hands
@@ -19,10 +19,12 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import socket
 import sqlite3
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,12 +89,12 @@ CREATE TABLE IF NOT EXISTS outbox (
 );
 CREATE INDEX IF NOT EXISTS by_kind ON outbox (kind, id);
 CREATE TABLE IF NOT EXISTS segments (kind TEXT PRIMARY KEY, number INTEGER NOT NULL, sealed_until INTEGER);
-CREATE TABLE IF NOT EXISTS own (stream TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS own (stream TEXT PRIMARY KEY, place TEXT NOT NULL);
 """
 _KEY = re.compile(r"(logs|metrics)/([0-9a-f]{16})/([0-9]{12})")
 _STREAM = re.compile(r"streams/([0-9a-f]{16})")
-_one_writer = threading.Lock()
-"""A stream has one writer, and a process one data directory."""
+_one_writer: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By stream."""
 
 
 # --- what is in a segment -------------------------------------------------------------------------------------
@@ -280,16 +282,26 @@ class Outbox:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._db = open_or_put_aside(path, _SCHEMA, what="the outbox of the archive")
-        found = self._db.execute("SELECT stream FROM own").fetchone()
-        self.stream = found[0] if found is not None else secrets.token_hex(8)
-        with self._lock, self._db:
-            self._db.execute("INSERT OR IGNORE INTO own VALUES (?)", (self.stream,))
-            for kind in KINDS:
-                self._db.execute("INSERT OR IGNORE INTO segments VALUES (?, 1, NULL)", (kind,))
+        self.stream = self._own_stream(f"{socket.gethostname()}:{path.resolve()}")
         (self._bytes,) = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM outbox").fetchone()
         self._uploaded = dict.fromkeys(KINDS, 0)
         self._lost_since_s = 0.0
         self._lost = 0
+
+    def _own_stream(self, place: str) -> str:
+        """A folder that was copied to another place writes a stream of its own: the first one may still be written. What waits is
+        uploaded there again as far as it was, and readers know it."""
+        found = self._db.execute("SELECT stream FROM own WHERE place = ?", (place,)).fetchone()
+        if found is not None:
+            return str(found[0])
+        stream = secrets.token_hex(8)
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("DELETE FROM own")
+            self._db.execute("INSERT INTO own VALUES (?, ?)", (stream, place))
+            for kind in KINDS:
+                self._db.execute("INSERT OR REPLACE INTO segments VALUES (?, 1, NULL)", (kind,))
+        return stream
 
     @property
     def waiting_bytes(self) -> int:
@@ -511,9 +523,8 @@ class Archive:
             self.outbox.close()
 
     def _run(self) -> None:
-        with (
-            _one_writer
-        ):  # One that was deposed starts again in its process, and storage may still answer the one before.
+        # One that was deposed starts again in its process, and storage may still answer the one before.
+        with _one_writer[self.stream]:
             self._keep_working()
 
     def _keep_working(self) -> None:

@@ -119,7 +119,7 @@ function Charts(props: { run: PanelRun; metrics: ReturnType<typeof useRunMetrics
   return (
     <>
       {data.dropped > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.dropped)} logged values could not be kept: the coordinator was away too long, or there were too many names.</p>}
-      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} batches of values are missing here: a coordinator that was lost has kept them, and they arrive when it is back.</p>}
+      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} batches of values are missing here: another coordinator has kept them. With an archive they arrive when that one is back.</p>}
       <Panels run={props.run} metrics={data.metrics} kept={props.kept} settings={settings} change={change} />
     </>
   );

@@ -74,8 +74,6 @@ SNAPSHOT_EVENTS = 5_000
 FRAME_BYTES = 4
 LOAD_ATTEMPTS = 20
 HELD_S = 60.0
-GROWTH_BYTES = 16 << 20
-"""etcd's file grows by so much at a time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
 
@@ -376,14 +374,11 @@ class EtcdLog:
     def delete(self, first: str, after: str) -> dict[str, Any]:
         return {"request_delete_range": {"key": self.key(first), "range_end": self.key(after)}}
 
-    def is_out_of_space(self) -> bool:
-        """Whether etcd has raised the alarm, after which it refuses whatever needs space."""
-        found = self.client.post("maintenance/alarm", {"action": "GET"}).get("alarms", ())
-        return any(alarm.get("alarm") == "NOSPACE" for alarm in found)
-
-    def size_bytes(self) -> int:
-        """Of the member that is asked: what counts against its quota."""
-        return int(self.client.post("maintenance/status", {}).get("dbSize", "0"))
+    def usage(self) -> tuple[int, bool]:
+        """Of the member that is asked: what counts against its quota; and whether etcd has raised the alarm, after which it refuses
+        whatever needs space."""
+        answer = self.client.post("maintenance/status", {})
+        return int(answer.get("dbSize", "0")), any("NOSPACE" in each for each in answer.get("errors", ()))
 
     def quota_bytes(self) -> int:
         """0 where it is not known: metrics are served elsewhere, or not to everybody."""
@@ -826,6 +821,7 @@ class EtcdSpace:
         self._size_bytes = 0
         self._quota_bytes = 0
         """0: not known."""
+        self._is_quota_asked_for = False
 
     @property
     def folder(self) -> Path | str:
@@ -841,9 +837,8 @@ class EtcdSpace:
 
     @property
     def low_bytes(self) -> int:
-        if not self._quota_bytes:
-            return self.beside.low_bytes
-        return min(self.beside.low_bytes + GROWTH_BYTES, self._quota_bytes // 4)
+        own_bytes = self.beside.low_bytes
+        return min(own_bytes, self._quota_bytes // 4) if self._quota_bytes else own_bytes
 
     def explain(self) -> tuple[str, str]:
         used = (
@@ -861,10 +856,12 @@ class EtcdSpace:
     def look(self) -> None:
         self.beside.look()
         try:
-            is_closed, self._size_bytes = self._log.is_out_of_space(), self._log.size_bytes()
-            self._quota_bytes = self._quota_bytes or self._log.quota_bytes()
+            self._size_bytes, is_closed = self._log.usage()
         except FAILURES:
             return  # What was known last counts.
+        if self.is_full or not self._is_quota_asked_for:  # Somebody may raise it.
+            self._is_quota_asked_for = True
+            self._quota_bytes = self._log.quota_bytes() or self._quota_bytes
         free_bytes = self._quota_bytes - self._size_bytes
         # A little more than it takes to become full, or the state would flutter.
         enough_bytes = self.low_bytes + self.low_bytes // 2 if self.is_full else self.low_bytes

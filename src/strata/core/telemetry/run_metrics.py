@@ -143,7 +143,7 @@ class RunMetricsView:
     dropped: int
     """Values that were logged and could not be kept, because the coordinator was away too long or there were too many names."""
     missing_batches: int = 0
-    """Batches of values that are not here: another coordinator has kept them, and they have not arrived in the archive."""
+    """Batches of values that never came here: another coordinator has kept them, and no archive has brought them yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strata.core import views
 from strata.core.cluster import Cluster
@@ -20,6 +22,7 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Unknown,
+    WorkerId,
 )
 from tests.core.builders import Fleet, data_json, instant, notice, shown, trained
 
@@ -352,3 +355,69 @@ def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) 
         assert again.cluster.checkpoints.revision == late.revision
     assert fleet.reconcile("a", "c1", revision=late.revision)[0].removed == 1
     assert fleet.latest() == "c1"
+
+
+@given(
+    story=st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.sampled_from(["", "data", "removed", "before"]),
+            st.sampled_from("abcdef"),
+        ),
+        max_size=30,
+    )
+)
+def test_the_data_position_is_that_of_the_newest_that_has_one(story: list[tuple[str, str, str]]) -> None:
+    checkpoints = Checkpoints()
+    for name, what, other in story:
+        known = checkpoints.records.get(CheckpointId(name))
+        if what == "removed":
+            if known is not None:
+                checkpoints.apply(
+                    CheckpointRemoved(checkpoint_id=CheckpointId(name), reason="retention", at_s=1.0)
+                )
+        else:
+            checkpoints.apply(
+                reported(name, data="{}" if what == "data" else "", before=other if what == "before" else "")
+            )
+        timeline = checkpoints._timelines.get(JobId("j"), {})
+        with_data = [each for each in timeline if checkpoints.records[each].data_json]
+        found = checkpoints.position(JobId("j"))
+        assert (found.checkpoint_id if found is not None else None) == (with_data[-1] if with_data else None)
+
+
+def test_the_data_position_is_not_looked_for_among_thousands_that_have_none() -> None:
+    class Counting(dict[CheckpointId, Any]):
+        reads = 0
+
+        def __getitem__(self, key: CheckpointId) -> Any:
+            self.reads += 1
+            return super().__getitem__(key)
+
+    checkpoints = Checkpoints()
+    checkpoints.records = counting = Counting()
+    for number in range(1_000):
+        checkpoints.apply(reported(f"c{number}"))
+        assert checkpoints.position(JobId("j")) is None
+    assert counting.reads <= 2 * 1_000
+
+
+def reported(name: str, *, data: str = "", before: str = "") -> CheckpointCompleted:
+    return CheckpointCompleted(
+        checkpoint_id=CheckpointId(name),
+        job_id=JobId("j"),
+        worker_id=WorkerId("a"),
+        step=1,
+        epoch=0,
+        path="/c",
+        size_bytes=1,
+        tiers=("local",),
+        digest="d",
+        duration_s=1.0,
+        parent_id="",
+        data_json=data,
+        metadata={},
+        reason="",
+        at_s=1.0,
+        succeeded_by=before,
+    )

@@ -149,6 +149,8 @@ class Process:
         self._frozen: list[Callable[[], None]] | None = None
         self._asked = 0
         self._born = world.random.getrandbits(64)
+        self._calls_begin = f"{name}-{self._born}-"
+        """No two processes share it, however many there are of one name: the library's calls are random numbers of 128 bits."""
         fabric.processes += 1
         self.pid = fabric.processes
         self._steps = self._life()
@@ -488,7 +490,7 @@ class Process:
             barrier_id=name,
             step=step,
             expected=expected,
-            call_id=f"{self.worker_id}-{self._born % 10_000}-{self._asked}",
+            call_id=f"{self._calls_begin}{self._asked}",
             timeout_s=timeout_s,
         )
 

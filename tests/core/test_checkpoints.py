@@ -329,6 +329,19 @@ def test_what_was_taken_for_removed_comes_back_to_its_place(fleet: Fleet) -> Non
         assert order == ["c5", "c4", "c3", "c2", "c1"]
 
 
+def test_what_was_reported_newest_first_comes_back_to_its_place(fleet: Fleet) -> None:
+    """A start that finds checkpoints which nobody has reported describes the newest first."""
+    later: dict[str, Any] = {"succeeded_by": ""}
+    for step in (3, 2, 1):
+        fleet.save("a", f"c{step}", step=step, run_id="run", run_generation=1, **later)
+        later = {"succeeded_by": f"c{step}"}
+    assert fleet.latest() == "c3"
+    fleet.save("a", "c1", step=1, status="removed")
+    fleet.reconcile("a", "c1", "c2", "c3", run_id="run", run_generation=2)
+    for again in (fleet, fleet.replayed(), fleet.compacted()):
+        assert again.latest() == "c3"
+
+
 def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) -> None:
     fleet.save("a", "c1", step=1)
     told = fleet.cluster.checkpoints.revision

@@ -64,6 +64,8 @@ class ElasticProcess(MachineProcess):
         self._reports = Front(job.whole, machine)
         self._reporting = 0
         self.order = CompletionOrder()
+        self._ended: set[CheckpointId] = set()
+        """Saves of its own that are over."""
         super().__init__(job.whole, name, machine)
 
     @property
@@ -139,11 +141,15 @@ class ElasticProcess(MachineProcess):
             self._put(notice)
 
     def _saved(self) -> list[NotifyCheckpoint]:
+        """What was there when it looked, and what it has saved since; what is on its way is not."""
         assert self.part is not None
+        assert self.part.life.claim is not None
         found: dict[CheckpointId, Checkpoint] = {}
         for destination in self.job.destinations:
             for checkpoint in destination.checkpoints.values():
-                if checkpoint.placement.run == RUN_ID:
+                is_mine = checkpoint.generation == self.part.life.claim.generation
+                is_over = not is_mine or checkpoint.checkpoint_id in self._ended
+                if checkpoint.placement.run == RUN_ID and is_over:
                     found.setdefault(checkpoint.checkpoint_id, checkpoint)
         if self._held is not None:
             self._held = []  # What was to be said until now is in the list.
@@ -185,6 +191,7 @@ class ElasticProcess(MachineProcess):
     def report(self, checkpoint: Checkpoint, status: str, tiers: tuple[str, ...], generation: int) -> None:
         notice = replace(self._notice(checkpoint, status, tiers=tiers), run_generation=generation)
         if status == "completed":
+            self._ended.add(checkpoint.checkpoint_id)
             newer = self.order.completed(checkpoint.checkpoint_id, checkpoint.step)
             notice = replace(notice, succeeded_by=newer or "")
         elif status == "removed":
@@ -435,6 +442,8 @@ class ElasticJob(Simulation):
         self.whole.counts[kind] += 1
         if self.lives:
             self.strike(kind)
+        # Nobody knows of a damaged snapshot that the one beside it is the last.
+        self.copies_given_up |= kind in ("damage memory", "damage part")
         if kind in ("down", "memory"):
             self.world.after(self.world.between(0.5, 6.0), self._repair)
 

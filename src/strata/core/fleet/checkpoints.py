@@ -204,7 +204,10 @@ class Checkpoints:
                 reason = "its process ended before the checkpoint completed"
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
-        for record in reversed(mine):  # In the order in which they started, whatever the order of the list.
+        # In the order in which they were saved, whatever the order of the list; records are in the order in which they were
+        # reported, and what is reported late is reported newest first.
+        by_save = sorted(mine, key=lambda record: (record.generation, record.step))
+        for record in reversed(by_save):
             if record.removed and record.status == "completed" and record.checkpoint_id in present:
                 found = replace(_completed(record), reason="found again", at_s=now.wall_s)
                 events.append(replace(found, succeeded_by=newer))

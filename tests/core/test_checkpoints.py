@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strata.core import views
 from strata.core.cluster import Cluster
@@ -21,6 +23,7 @@ from strata.core.messages import (
     InvalidArgument,
     JobId,
     Unknown,
+    WorkerId,
 )
 from tests.core.builders import Fleet, data_json, instant, notice, shown, trained
 
@@ -330,6 +333,19 @@ def test_what_was_taken_for_removed_comes_back_to_its_place(fleet: Fleet) -> Non
         assert order == ["c5", "c4", "c3", "c2", "c1"]
 
 
+def test_what_was_reported_newest_first_comes_back_to_its_place(fleet: Fleet) -> None:
+    """A start that finds checkpoints which nobody has reported describes the newest first."""
+    later: dict[str, Any] = {"succeeded_by": ""}
+    for step in (3, 2, 1):
+        fleet.save("a", f"c{step}", step=step, run_id="run", run_generation=1, **later)
+        later = {"succeeded_by": f"c{step}"}
+    assert fleet.latest() == "c3"
+    fleet.save("a", "c1", step=1, status="removed")
+    fleet.reconcile("a", "c1", "c2", "c3", run_id="run", run_generation=2)
+    for again in (fleet, fleet.replayed(), fleet.compacted()):
+        assert again.latest() == "c3"
+
+
 def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) -> None:
     fleet.save("a", "c1", step=1)
     told = fleet.cluster.checkpoints.revision
@@ -340,18 +356,6 @@ def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) 
         assert again.cluster.checkpoints.revision == late.revision
     assert fleet.reconcile("a", "c1", revision=late.revision)[0].removed == 1
     assert fleet.latest() == "c1"
-
-
-def test_what_was_reported_late_comes_back_before_what_is_newer(fleet: Fleet) -> None:
-    """The newest is told first where a list was told in arrears; then retention removes the oldest, and a slow upload brings it back."""
-    run: dict[str, Any] = {"run_id": "r", "run_generation": 2, "saved_generation": 1}
-    fleet.save("a", "c8", step=8, **run)
-    fleet.save("a", "c4", step=4, succeeded_by="c8", **run)
-    fleet.save("a", "c4", step=4, status="removed", **run)
-    fleet.reconcile("a", "c4", "c8", run_id="r", run_generation=3)
-    assert not fleet.cluster.checkpoints.records[CheckpointId("c4")].removed
-    assert fleet.latest() == "c8"
-    assert fleet.compacted().latest() == "c8"
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -369,3 +373,69 @@ def test_a_copy_that_is_late_is_not_the_newest_though_its_record_is_forgotten(
     latest = fleet.cluster.checkpoints.latest(DEFAULT_JOB, run_id="r")
     assert latest is not None
     assert latest.checkpoint_id == "c3"
+
+
+@given(
+    story=st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.sampled_from(["", "data", "removed", "before"]),
+            st.sampled_from("abcdef"),
+        ),
+        max_size=30,
+    )
+)
+def test_the_data_position_is_that_of_the_newest_that_has_one(story: list[tuple[str, str, str]]) -> None:
+    checkpoints = Checkpoints()
+    for name, what, other in story:
+        known = checkpoints.records.get(CheckpointId(name))
+        if what == "removed":
+            if known is not None:
+                checkpoints.apply(
+                    CheckpointRemoved(checkpoint_id=CheckpointId(name), reason="retention", at_s=1.0)
+                )
+        else:
+            checkpoints.apply(
+                reported(name, data="{}" if what == "data" else "", before=other if what == "before" else "")
+            )
+        timeline = checkpoints._timelines.get(JobId("j"), {})
+        with_data = [each for each in timeline if checkpoints.records[each].data_json]
+        found = checkpoints.position(JobId("j"))
+        assert (found.checkpoint_id if found is not None else None) == (with_data[-1] if with_data else None)
+
+
+def test_the_data_position_is_not_looked_for_among_thousands_that_have_none() -> None:
+    class Counting(dict[CheckpointId, Any]):
+        reads = 0
+
+        def __getitem__(self, key: CheckpointId) -> Any:
+            self.reads += 1
+            return super().__getitem__(key)
+
+    checkpoints = Checkpoints()
+    checkpoints.records = counting = Counting()
+    for number in range(1_000):
+        checkpoints.apply(reported(f"c{number}"))
+        assert checkpoints.position(JobId("j")) is None
+    assert counting.reads <= 2 * 1_000
+
+
+def reported(name: str, *, data: str = "", before: str = "") -> CheckpointCompleted:
+    return CheckpointCompleted(
+        checkpoint_id=CheckpointId(name),
+        job_id=JobId("j"),
+        worker_id=WorkerId("a"),
+        step=1,
+        epoch=0,
+        path="/c",
+        size_bytes=1,
+        tiers=("local",),
+        digest="d",
+        duration_s=1.0,
+        parent_id="",
+        data_json=data,
+        metadata={},
+        reason="",
+        at_s=1.0,
+        succeeded_by=before,
+    )

@@ -190,7 +190,9 @@ def test_a_shuffled_read_that_no_cache_holds_fetches_only_its_samples(
         ranges = asked()
         of_samples = sum(size for _, size in ranges if size <= 2_048)
         assert sum(size for _, size in ranges) - of_samples <= 20 * BLOCK_BYTES, "whole blocks for samples"
-        assert len(ranges) <= min(announced, len(ROWS)) + 20, "what was fetched ahead was fetched again"
+        # One that is wanted before what was fetched ahead has come, and one that a slow server did not answer, are asked for again.
+        again = len(ROWS) // 20
+        assert len(ranges) <= min(announced, len(ROWS)) + again, "what was fetched ahead was fetched again"
 
 
 def test_what_is_read_out_of_order_is_not_read_ahead(

@@ -457,6 +457,8 @@ class ElasticJob(Simulation):
         self.whole.counts[kind] += 1
         if self.lives:
             self.strike(kind)
+        # Nobody knows of a damaged snapshot that the one beside it is the last.
+        self.copies_given_up |= kind in ("damage memory", "damage part")
         if kind in ("down", "memory"):
             self.world.after(self.world.between(0.5, 6.0), self._repair)
 

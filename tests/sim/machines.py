@@ -402,7 +402,7 @@ class MachineProcess(Process):
 
     def barrier_ended(self, call_id: str, outcome: object) -> None:
         must(
-            call_id.startswith(f"{self.worker_id}-{self._born % 10_000}-"),
+            call_id.startswith(f"{self.worker_id}-{self._born}-"),
             f"I5: {self.worker_id} was told how the barrier of call {call_id} ended",
         )
         self.at_agent.discard(call_id)

@@ -120,7 +120,7 @@ class Log(LogOracle):
                     led_s > PATIENCE_S,
                     f"{event.worker_id} is taken for lost after {led_s:.2f} s under {leader.name}, which cannot know",
                 )
-            if isinstance(event, CheckpointCompleted):
+            if isinstance(event, CheckpointCompleted) and event.job_id == "elastic":
                 _must_know_the_newest(leader.cluster, event)
         leader.witness.flush()
 

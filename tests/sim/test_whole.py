@@ -28,7 +28,7 @@ from tests.sim import test_job, test_leadership, test_machines, test_simulation
 from tests.sim.scenario import SimulationFailed
 from tests.sim.whole import WholeResult, simulate
 
-RUNS = int(os.environ.get("STRATA_SIM_RUNS", "100"))
+RUNS = int(os.environ.get("STRATA_SIM_RUNS", "3000"))
 PER_TEST = 50
 ROOT = Path(__file__).parents[2]
 ONE_SEED = os.environ.get("STRATA_SIM_SEED")

@@ -489,7 +489,7 @@ class Process:
             barrier_id=name,
             step=step,
             expected=expected,
-            call_id=f"{self.worker_id}-{self._born % 10_000}-{self._asked}",
+            call_id=f"{self.worker_id}-{self._born}-{self._asked}",
             timeout_s=timeout_s,
         )
 

@@ -74,6 +74,8 @@ class Checkpoints:
         """How many facts there were: what a caller names to say which state it speaks about."""
         self._timelines: dict[JobId, dict[CheckpointId, None]] = {}
         """What a recovery of each job may use, in the order of completion."""
+        self._with_data: dict[JobId, dict[CheckpointId, None]] = {}
+        """Of those, the ones that say which data they were trained on, in the same order."""
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -88,8 +90,8 @@ class Checkpoints:
 
     def position(self, job: JobId) -> CheckpointRecord | None:
         """The newest completed checkpoint that says which data it was trained on."""
-        newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))
-        return next((record for record in newest if record.data_json), None)
+        newest = next(reversed(self._with_data.get(job, {})), None)
+        return self.records[newest] if newest is not None else None
 
     def job_of(self, event: CheckpointEvent) -> JobId:
         if isinstance(event, CheckpointRemoved):
@@ -272,7 +274,7 @@ class Checkpoints:
         if isinstance(event, CheckpointRemoved):
             assert known is not None
             self.records[event.checkpoint_id] = replace(known, removed=True, reason=event.reason)
-            self._timelines.get(known.job_id, {}).pop(event.checkpoint_id, None)
+            self._take_away(known)
             return
         self.records[event.checkpoint_id] = _recorded(event, known)
         if isinstance(event, CheckpointCompleted):
@@ -281,23 +283,38 @@ class Checkpoints:
             self._drop_oldest()
 
     def _place(self, event: CheckpointCompleted) -> None:
-        timeline = self._timelines.setdefault(event.job_id, {})
-        if not event.succeeded_by or event.checkpoint_id in timeline:
-            timeline[event.checkpoint_id] = (
-                None  # Again: it keeps its place. Another tier does not make it newer.
-            )
-            return
-        ids = list(timeline)
-        # One whose successor was removed meanwhile goes first, where it cannot be taken for the newest.
-        at = ids.index(CheckpointId(event.succeeded_by)) if event.succeeded_by in timeline else 0
-        self._timelines[event.job_id] = dict.fromkeys([*ids[:at], event.checkpoint_id, *ids[at:]])
+        job, placed = event.job_id, event.checkpoint_id
+        timeline = self._timelines.setdefault(job, {})
+        with_data = self._with_data.setdefault(job, {})
+        has_data = bool(self.records[placed].data_json)
+        if placed in timeline:
+            in_order = (
+                placed in with_data
+            ) == has_data  # It keeps its place: another tier does not make it newer.
+        elif not event.succeeded_by:
+            timeline[placed] = None
+            if has_data:
+                with_data[placed] = None
+            in_order = True
+        else:
+            ids = list(timeline)
+            # One whose successor was removed meanwhile goes first, where it cannot be taken for the newest.
+            at = ids.index(CheckpointId(event.succeeded_by)) if event.succeeded_by in timeline else 0
+            timeline = self._timelines[job] = dict.fromkeys([*ids[:at], placed, *ids[at:]])
+            in_order = not has_data
+        if not in_order:
+            self._with_data[job] = {each: None for each in timeline if self.records[each].data_json}
+
+    def _take_away(self, record: CheckpointRecord) -> None:
+        for order in (self._timelines, self._with_data):
+            order.get(record.job_id, {}).pop(record.checkpoint_id, None)
 
     def _drop_oldest(self) -> None:
         latest = {next(reversed(timeline)) for timeline in self._timelines.values() if timeline}
         oldest = next((r for r in self.records.values() if r.checkpoint_id not in latest), None)
         if oldest is not None:
             del self.records[oldest.checkpoint_id]
-            self._timelines.get(oldest.job_id, {}).pop(oldest.checkpoint_id, None)
+            self._take_away(oldest)
 
     def forget(self, checkpoints: Iterable[CheckpointId]) -> None:
         """Of what no recovery can use: nothing that exists has changed."""

@@ -9,9 +9,11 @@ from typing import Any, get_args
 import pytest
 
 from strata.core import views
+from strata.core.fleet import membership
 from strata.core.fleet.membership import RECONNECT_S
 from strata.core.fleet.run_registry import RUNS_KEPT, RunRegistry
 from strata.core.messages import (
+    DEFAULT_JOB,
     Command,
     DatasetId,
     DeregisterWorker,
@@ -283,6 +285,58 @@ def test_a_registration_that_is_over_cannot_come_back_late(
         fleet.join("a", registration="r1")
     assert late.value.cause == "superseded"
     fleet.cluster.membership.admit(A, incarnation=second)
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_a_registration_that_arrives_late_does_not_bring_back_who_has_left(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.join("b")
+    fleet.join("a", registration="r1")
+    fleet.leave("a")
+    fleet = restart(fleet)
+    with pytest.raises(Stale, match="is over: the worker has left") as late:
+        fleet.join("a", registration="r1")  # A copy of the call that was under way for long.
+    assert late.value.cause == "unknown", "whoever still asks may register again"
+    assert list(fleet.cluster.membership.roster(DEFAULT_JOB)) == ["b"]
+    second = fleet.join("a", registration="r2")
+    fleet = restart(fleet)
+    with pytest.raises(Stale, match=f"was superseded by incarnation {second}"):
+        fleet.join("a", registration="r1")
+    fleet.cluster.membership.admit(A, incarnation=second)
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_one_whose_place_was_taken_stays_superseded_when_its_successor_has_left(
+    fleet: Fleet, restart: Callable[[Fleet], Fleet]
+) -> None:
+    fleet.join("a", registration="frozen")
+    fleet.join("a", registration="its successor")
+    fleet.leave("a", reason="trained to the end")
+    fleet = restart(fleet)
+    with pytest.raises(Stale, match="was superseded by one that has left since") as late:
+        fleet.join("a", registration="frozen")  # It wakes, and has not heard the answer to its call.
+    assert late.value.cause == "superseded"
+    assert fleet.cluster.membership.members == {}
+
+
+def test_a_registration_for_the_job_before_does_not_move_a_worker_back(fleet: Fleet) -> None:
+    fleet.join("a", "one", registration="r1")
+    fleet.join("a", "two", registration="r2")
+    with pytest.raises(Stale, match="was superseded"):
+        fleet.join("a", "one", registration="r1")
+    fleet.join("a", "three", registration="r2")  # An id that names another job is another registration.
+    assert fleet.cluster.membership.members[A].spec.job_id == "three"
+
+
+def test_of_only_so_many_who_are_gone_the_registrations_are_known(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "DEPARTED_KEPT", 2)
+    for name in ("a", "b", "c"):
+        fleet.join(name, registration=f"r-{name}")
+        fleet.leave(name)
+    assert fleet.cluster.membership.departed == {"b": ("r-b",), "c": ("r-c",)}
 
 
 # --- runs -----------------------------------------------------------------------------------------------------

@@ -344,6 +344,7 @@ class Oracle:
             account.joined_in[worker] = member.seat
             if member.present:
                 account.incarnations[worker] = member.incarnation
+        account.registrations |= {worker: known[-1] for worker, known in membership.departed.items()}
         account.generations = dict(membership.job_generations)
 
     def same(self, one: Cluster, other: Cluster) -> None:

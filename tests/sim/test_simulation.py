@@ -16,7 +16,7 @@ import pytest
 from strata.core.cluster import Cluster
 from strata.core.faults import incidents
 from strata.core.faults.incidents import Incidents
-from strata.core.fleet import membership, retention
+from strata.core.fleet import retention
 from strata.core.fleet.barriers import Barriers, OpenBarrier
 from strata.core.fleet.checkpoints import CheckpointEvent, Checkpoints
 from strata.core.fleet.membership import Membership
@@ -175,7 +175,7 @@ def no_generation_of_the_run_is_checked(patch: Patch) -> None:
 
 
 def registrations_that_are_over_come_back(patch: Patch) -> None:
-    patch(membership, "_must_be_new", lambda *arguments: None)
+    patch(Membership, "must_be_new", lambda *arguments: None)
 
 
 def who_was_taken_for_dead_is_called_superseded(patch: Patch) -> None:

@@ -119,7 +119,7 @@ def saves_that_end_late_count_as_the_newest(patch: Patch) -> None:
     patch(Checkpoints, "_newer", lambda self, command, job: "")
 
 
-def late_copies_count_as_the_newest(patch: Patch) -> None:
+def reports_that_are_late_count_as_the_newest(patch: Patch) -> None:
     patch(Checkpoints, "_newer", lambda self, command, job: "")
 
 
@@ -157,7 +157,7 @@ def what_superseded_generations_publish_is_restored(patch: Patch) -> None:
 
 OF_THE_WHOLE = [
     saves_that_end_late_count_as_the_newest,
-    late_copies_count_as_the_newest,
+    reports_that_are_late_count_as_the_newest,
     what_is_found_again_counts_as_the_newest,
     what_a_failover_swallowed_is_never_reported,
     new_leaders_take_everybody_for_lost,
@@ -188,7 +188,7 @@ SHOWN_BY = {
     "what_superseded_generations_publish_is_restored": 387,
     "reconciliations_count_however_late": 95,
     "saves_that_end_late_count_as_the_newest": 40,
-    "late_copies_count_as_the_newest": 52233,
+    "reports_that_are_late_count_as_the_newest": 98228,
     "what_is_found_again_counts_as_the_newest": 758,
     "what_a_failover_swallowed_is_never_reported": 31,
     "new_leaders_take_everybody_for_lost": 0,

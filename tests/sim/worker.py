@@ -149,6 +149,7 @@ class Process:
         self._frozen: list[Callable[[], None]] | None = None
         self._asked = 0
         self._born = world.random.getrandbits(64)
+        """No two processes share it, however many there are of one name: the library's calls are random numbers of 128 bits."""
         fabric.processes += 1
         self.pid = fabric.processes
         self._steps = self._life()

@@ -358,6 +358,7 @@ class Cluster:
         return Accepted(reason=unfit)
 
     def _register(self, command: RegisterWorker, now: Instant, fact: Callable[[Event], None]) -> Registered:
+        self.membership.must_be_new(command)
         joined = self.membership.decide_register(command, now)
         if isinstance(joined, WorkerJoined):
             left = self.membership.decide_move(command, now)
@@ -592,6 +593,7 @@ class Cluster:
             soft_value_version=self.values.soft_reserved,
             checkpoint_revision=self.checkpoints.revision,
             runs=self.membership.runs.compact(),
+            departed=dict(self.membership.departed),
             reason="compacted history",
             at_s=0.0,
         )

@@ -439,6 +439,7 @@ class CountersRestored:
     runs: tuple[tuple[JobId, str, int], ...] = ()  # job, run id, and the newest generation known
     checkpoint_revision: int = 0
     changes: Mapping[JobId, int] = field(default_factory=dict)  # of the members of each job, counted
+    departed: Mapping[WorkerId, tuple[str, ...]] = field(default_factory=dict)  # how those had registered
 
 
 Event = (

@@ -7,7 +7,8 @@ Guarantees:
 * Every change of a job's member set is a **generation**. Numbers grow over the whole coordinator, so two jobs
   never share one and a restart never repeats one.
 * `admit` refuses any call of a stale incarnation or generation, whatever it asks. The refusal's `cause` says whether the
-  caller was superseded, and should stop, or may register again. A registration that arrives late supersedes nobody.
+  caller was superseded, and should stop, or may register again. A registration that arrives late supersedes nobody, and brings
+  nobody back who has left.
 * A **run** has one live fleet: its generations only grow, and another run cannot take the name of a job that is live.
 
 Liveness is soft: `Pulse` holds a worker's last heartbeat, on the monotonic clock, and is not journaled.
@@ -51,6 +52,8 @@ from strata.core.messages import (
 
 EMPTY_JOBS_KEPT = 100
 REGISTRATIONS_KEPT = 8
+DEPARTED_KEPT = 2_000
+"""Of so many workers that are gone it is known how they had registered."""
 RECONNECT_S = 5.0
 """How long a worker without a stream counts as live after its last heartbeat: those of a live job are back by then."""
 
@@ -151,6 +154,8 @@ class Membership:
         """Why, for every worker that the others of its job wait for."""
         self.failed_mono_s: dict[WorkerId, float] = {}
         """Since when each failed member is known to be."""
+        self.departed: dict[WorkerId, tuple[str, ...]] = {}
+        """Registrations of workers that have left or were forgotten; last who went last."""
         self.generation = 0
         self.incarnation = 0
         self.job_generations: dict[JobId, int] = {}
@@ -209,6 +214,27 @@ class Membership:
 
     # --- decisions ------------------------------------------------------------------------------------------
 
+    def must_be_new(self, command: RegisterWorker) -> None:
+        """A registration that is over cannot be made again by a call that arrives late: it would fence its own process, or bring
+        back a worker that has left, for the others to wait for."""
+        worker_id, registration_id = command.spec.worker_id, command.registration_id
+        known = self.members.get(worker_id)
+        former = known.former if known is not None else self.departed.get(worker_id, ())
+        if not registration_id or registration_id not in former:
+            return
+        if known is None and registration_id == former[-1]:
+            raise Stale(
+                f"This registration of worker '{worker_id}' is over: the worker has left.",
+                cause="unknown",
+                hint="Register again under a registration id of its own.",
+            )
+        by = f"incarnation {known.incarnation}" if known is not None else "one that has left since"
+        raise Stale(
+            f"This registration of worker '{worker_id}' was superseded by {by}.",
+            cause="superseded",
+            hint="Stop this process, or register again under a registration id of its own.",
+        )
+
     def decide_register(self, command: RegisterWorker, now: Instant) -> WorkerJoined | Member:
         """A join, or the member itself when this call is a retry of the one that made it."""
         spec = command.spec
@@ -219,8 +245,6 @@ class Membership:
         if known is not None and known.present and retried and known.spec == spec:
             return known
         self.runs.admit(spec.job_id, spec.run_id, spec.run_generation)
-        if known is not None:
-            _must_be_new(command, known)
         self._must_be_free(spec, now)
         if known is None and len(self.members) >= self.limits.max_workers:
             raise Overloaded(
@@ -236,9 +260,15 @@ class Membership:
             superseded=superseded,
             reason=_join_reason(spec.worker_id, known, superseded),
             at_s=now.wall_s,
-            former=_former(known, command),
+            former=self._former(command),
             origin=_origin(known, command) or self.incarnation + 1,
         )
+
+    def _former(self, command: RegisterWorker) -> tuple[str, ...]:
+        """The earlier registrations of whoever makes this one."""
+        known = self.members.get(command.spec.worker_id)
+        former = _registrations(known) if known is not None else self.departed.get(command.spec.worker_id, ())
+        return tuple(each for each in former if each != command.registration_id)
 
     def _must_be_free(self, spec: WorkerSpec, now: Instant) -> None:
         """Neither the job's name nor the worker's is one of another live run."""
@@ -340,11 +370,11 @@ class Membership:
                 self._rosters.pop(member.spec.job_id, None)
                 self._changed(member.spec.job_id, event.generation)
             case WorkerLeft():
-                member = self._removed(event.worker_id)
+                member = self._departed(event.worker_id)
                 self._rosters.pop(member.spec.job_id, None)
                 self._changed(member.spec.job_id, event.generation)
             case WorkerForgotten():
-                self._removed(event.worker_id)
+                self._departed(event.worker_id)
             case CountersRestored():
                 self.generation = event.generation
                 self.incarnation = event.incarnation
@@ -352,6 +382,15 @@ class Membership:
                 if event.changes:
                     self.job_changes = dict(event.changes)
                 self.runs.restore(event.runs)
+                self.departed = dict(event.departed)
+
+    def _departed(self, worker_id: WorkerId) -> Member:
+        member = self._removed(worker_id)
+        if registrations := _registrations(member):
+            self.departed[worker_id] = registrations
+            if len(self.departed) > DEPARTED_KEPT:
+                del self.departed[next(iter(self.departed))]
+        return member
 
     def _removed(self, worker_id: WorkerId) -> Member:
         self.pulses.pop(worker_id, None)
@@ -364,6 +403,7 @@ class Membership:
 
     def _joined(self, event: WorkerJoined, now: Instant) -> None:
         worker_id = event.spec.worker_id
+        self.departed.pop(worker_id, None)
         if event.superseded:  # In place: it keeps its seat.
             seat = self.members[worker_id].seat
             self.runs.left(self.members[worker_id].spec)
@@ -502,22 +542,10 @@ def _history(members: Sequence[Member]) -> Iterator[Event]:
             )
 
 
-def _must_be_new(command: RegisterWorker, known: Member) -> None:
-    """A registration that is over cannot be made again by a call that arrives late: it would fence its own process."""
-    if command.registration_id and command.registration_id in known.former:
-        raise Stale(
-            f"This registration of worker '{known.spec.worker_id}' was superseded by incarnation {known.incarnation}.",
-            cause="superseded",
-            hint="Stop this process, or register again under a registration id of its own.",
-        )
-
-
-def _former(known: Member | None, command: RegisterWorker) -> tuple[str, ...]:
-    if known is None:
-        return ()
-    if known.registration_id in ("", command.registration_id):
-        return known.former
-    return (*known.former, known.registration_id)[-REGISTRATIONS_KEPT:]
+def _registrations(member: Member) -> tuple[str, ...]:
+    """All of its worker that are remembered, last the present one."""
+    own = (member.registration_id,) if member.registration_id else ()
+    return (*member.former, *own)[-REGISTRATIONS_KEPT:]
 
 
 def _origin(known: Member | None, command: RegisterWorker) -> int:

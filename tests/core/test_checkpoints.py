@@ -13,6 +13,7 @@ from strata.core import views
 from strata.core.cluster import Cluster
 from strata.core.fleet.checkpoints import Checkpoints
 from strata.core.messages import (
+    DEFAULT_JOB,
     CheckpointCompleted,
     CheckpointId,
     CheckpointRemoved,
@@ -355,6 +356,23 @@ def test_a_list_for_another_state_of_the_registry_changes_nothing(fleet: Fleet) 
         assert again.cluster.checkpoints.revision == late.revision
     assert fleet.reconcile("a", "c1", revision=late.revision)[0].removed == 1
     assert fleet.latest() == "c1"
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_copy_that_is_late_is_not_the_newest_though_its_record_is_forgotten(
+    fleet: Fleet, generation: int
+) -> None:
+    run: dict[str, Any] = {"run_id": "r", "run_generation": 2, "saved_generation": generation}
+    for step in (1, 2, 3):
+        fleet.save("a", f"c{step}", step=step, run_id="r", run_generation=2)
+    fleet.save("b", "other", step=9, run_id="s", run_generation=1)
+    fleet.save("a", "c0", step=0, **run)
+    fleet.save("a", "c1", step=1, status="removed", **run)
+    fleet.cluster.checkpoints.forget([CheckpointId("c1")])
+    fleet.save("a", "c1", step=1, **run)
+    latest = fleet.cluster.checkpoints.latest(DEFAULT_JOB, run_id="r")
+    assert latest is not None
+    assert latest.checkpoint_id == "c3"
 
 
 @given(

@@ -64,8 +64,8 @@ class ElasticProcess(MachineProcess):
         self._reports = Front(job.whole, machine)
         self._reporting = 0
         self.order = CompletionOrder()
-        self._ended: set[CheckpointId] = set()
-        """Saves of its own that are over."""
+        self.existing: dict[CheckpointId, Checkpoint] = {}
+        """What its life has found, and what became of that and of its own saves since: it does not look again."""
         super().__init__(job.whole, name, machine)
 
     @property
@@ -83,6 +83,10 @@ class ElasticProcess(MachineProcess):
     def wake(self) -> None:
         super().wake()
         self.job.look_at(self.part)
+
+    def _gave_way(self) -> None:
+        super()._gave_way()
+        self.job.untold |= {notice.checkpoint_id for notice in self.notices if notice.status == "completed"}
 
     # --- its life -------------------------------------------------------------------------------------------
 
@@ -136,24 +140,21 @@ class ElasticProcess(MachineProcess):
             if stale.cause != "run_generation":
                 self._held = None
                 raise
+        else:
+            self.job.untold -= set(self.existing)
         held, self._held = self._held or [], None
         for notice in held:
             self._put(notice)
 
     def _saved(self) -> list[NotifyCheckpoint]:
-        """What was there when it looked, and what it has saved since; what is on its way is not."""
-        assert self.part is not None
-        assert self.part.life.claim is not None
-        found: dict[CheckpointId, Checkpoint] = {}
-        for destination in self.job.destinations:
-            for checkpoint in destination.checkpoints.values():
-                is_mine = checkpoint.generation == self.part.life.claim.generation
-                is_over = not is_mine or checkpoint.checkpoint_id in self._ended
-                if checkpoint.placement.run == RUN_ID and is_over:
-                    found.setdefault(checkpoint.checkpoint_id, checkpoint)
         if self._held is not None:
             self._held = []  # What was to be said until now is in the list.
-        return [self._notice(c, "completed") for c in sorted(found.values(), key=lambda c: c.order)]
+        existing = sorted(self.existing.values(), key=lambda c: c.order)
+        return [self._notice(checkpoint, "completed") for checkpoint in existing]
+
+    def _mine(self, notice: NotifyCheckpoint, topology: Topology) -> NotifyCheckpoint:
+        """The run's generation fences it, and no other."""
+        return replace(super()._mine(notice, topology), generation=0)
 
     def _run_generation(self, topology: Topology) -> int:
         assert self.part is not None
@@ -191,11 +192,12 @@ class ElasticProcess(MachineProcess):
     def report(self, checkpoint: Checkpoint, status: str, tiers: tuple[str, ...], generation: int) -> None:
         notice = replace(self._notice(checkpoint, status, tiers=tiers), run_generation=generation)
         if status == "completed":
-            self._ended.add(checkpoint.checkpoint_id)
             newer = self.order.completed(checkpoint.checkpoint_id, checkpoint.step)
             notice = replace(notice, succeeded_by=newer or "")
+            self.existing[checkpoint.checkpoint_id] = checkpoint
         elif status == "removed":
             self.order.removed(checkpoint.checkpoint_id)
+            self.existing.pop(checkpoint.checkpoint_id, None)
         if checkpoint.generation != generation:
             notice = replace(notice, saved_generation=checkpoint.generation)
         if self._held is not None:
@@ -267,6 +269,8 @@ class ElasticJob(Simulation):
         self._attempts: dict[int, int] = {}
         self._launch = 0
         self._late: set[str] = set()
+        self.untold: set[CheckpointId] = set()
+        """What was to be told by processes that fell silent, because others had taken their places."""
         self._lost: dict[str, Machine] = {}
         self._data: dict[CheckpointId, str] = {}
 
@@ -329,6 +333,9 @@ class ElasticJob(Simulation):
             self.look_at(part)
         return part
 
+    def _part_of(self, life: Life) -> Part:
+        return next(part for part in self._parts.values() if part.life is life)
+
     def _machine_of(self, worker: WorkerId) -> Machine:
         return self.machine(self.whole.places[str(worker)])
 
@@ -390,10 +397,19 @@ class ElasticJob(Simulation):
 
     # --- what it tells the coordinator ----------------------------------------------------------------------
 
-    def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
-        self.whole.counts["published"] += 1
+    def fenced(self, life: Life) -> None:
+        super().fenced(life)
+        first = self._part_of(life).first
+        if first is not None:
+            seen = [checkpoint for each in self.destinations for checkpoint in life.truth[each.name]]
+            first.existing = {c.checkpoint_id: c for c in seen if c.placement.run == RUN_ID}
+
+    def landed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
         if max(destination.claims, default=0) > checkpoint.generation:
             self._late.add(str(checkpoint.checkpoint_id))
+
+    def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
+        self.whole.counts["published"] += 1
         if self.faults_left and self.chance(0.06) and len(destination.checkpoints) > 2:
             # A torn write that the store has acknowledged: its digests do not match.
             self.whole.counts["torn writes"] += 1
@@ -408,8 +424,7 @@ class ElasticJob(Simulation):
             self._report(life, checkpoint, "removed", ())
 
     def _report(self, life: Life, checkpoint: Checkpoint, status: str, tiers: tuple[str, ...]) -> None:
-        part = next(part for part in self._parts.values() if part.life is life)
-        first = part.first
+        first = self._part_of(life).first
         if first is not None and first.alive and life.claim is not None:
             first.report(checkpoint, status, tiers, life.claim.generation)
 
@@ -464,8 +479,7 @@ class ElasticJob(Simulation):
             self.world.after(self.world.between(0.5, 6.0), self._repair)
 
     def perhaps_freeze(self, life: Life) -> None:
-        part = next(part for part in self._parts.values() if part.life is life)
-        first = part.first
+        first = self._part_of(life).first
         if first is not None and self.faults_left and self.chance(0.12):
             self.counts["zombies"] += 1
             self.tell(f"{life} stands still while it publishes")
@@ -489,6 +503,9 @@ class ElasticJob(Simulation):
         must(self.is_over, "the elastic job has not reached its end")
         self._check_history()
         latest = cluster.checkpoints.latest(ELASTIC, run_id=RUN_ID)
+        saved = [checkpoint for each in self.destinations for checkpoint in each.checkpoints.values()]
+        if any(c.step == self.total_steps and c.checkpoint_id in self.untold for c in saved):
+            return  # Nobody continues from it, who would tell.
         must(
             latest is not None and latest.step == self.total_steps,
             f"the registry's newest is {latest and latest.checkpoint_id}, not the final state",

@@ -783,6 +783,7 @@ class Life:
         if looked > published.generation:
             sim.published_too_late()
         destination.checkpoints[published.checkpoint_id] = published
+        sim.landed(self, destination, published)
         if not sim.hears_of(self, destination):
             # It is there, and whoever wrote it does not know, nor looks what could be removed.
             sim.unheard += 1
@@ -1701,8 +1702,11 @@ class Simulation:
     def reaches(self, source: Machine, there: Machine) -> bool:
         return True
 
+    def landed(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
+        """A manifest is in a destination, whether or not its writer hears of it."""
+
     def published(self, life: Life, destination: Destination, checkpoint: Checkpoint) -> None:
-        """A manifest is in a destination."""
+        """Its writer knows."""
 
     def is_within_reach(self, life: Life, destination: Destination) -> bool:
         """Whether a request of it gets there."""

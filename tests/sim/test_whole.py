@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from strata.core.cluster import Cluster
+from strata.core.fleet import checkpoints
 from strata.core.fleet.checkpoints import Checkpoints
 from strata.core.fleet.multiplexer import Multiplexer, StreamLost
 from strata.core.jobs import job as job_protocol
@@ -115,6 +116,15 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 
 def saves_that_end_late_count_as_the_newest(patch: Patch) -> None:
     patch(CompletionOrder, "completed", lambda self, checkpoint_id, step: None)
+    patch(Checkpoints, "_newer", lambda self, command, job: "")
+
+
+def reports_that_are_late_count_as_the_newest(patch: Patch) -> None:
+    patch(Checkpoints, "_newer", lambda self, command, job: "")
+
+
+def what_is_found_again_counts_as_the_newest(patch: Patch) -> None:
+    patch(checkpoints, "_age", lambda record: (0, 0))
 
 
 def what_a_failover_swallowed_is_never_reported(patch: Patch) -> None:
@@ -147,6 +157,8 @@ def what_superseded_generations_publish_is_restored(patch: Patch) -> None:
 
 OF_THE_WHOLE = [
     saves_that_end_late_count_as_the_newest,
+    reports_that_are_late_count_as_the_newest,
+    what_is_found_again_counts_as_the_newest,
     what_a_failover_swallowed_is_never_reported,
     new_leaders_take_everybody_for_lost,
     agents_stay_with_a_stream_that_is_lost,
@@ -176,6 +188,8 @@ SHOWN_BY = {
     "what_superseded_generations_publish_is_restored": 387,
     "reconciliations_count_however_late": 95,
     "saves_that_end_late_count_as_the_newest": 40,
+    "reports_that_are_late_count_as_the_newest": 98228,
+    "what_is_found_again_counts_as_the_newest": 758,
     "what_a_failover_swallowed_is_never_reported": 31,
     "new_leaders_take_everybody_for_lost": 0,
     "agents_stay_with_a_stream_that_is_lost": 0,

@@ -432,7 +432,8 @@ class Process:
         an earlier generation says something; after an outage all that exists is told again."""
         saved = self.fabric.saved
         if self.world.chance(0.25):
-            yield self._mine(replace(self.world.random.choice(saved), tiers=("s3",)), topology)
+            late = replace(self.world.random.choice(saved), tiers=("s3",))
+            yield replace(self._mine(late, topology), saved_generation=late.run_generation)
         if len(saved) > KEPT and self.world.chance(0.5):
             removed = replace(saved.pop(0), status="removed", reason=f"keep {KEPT}")
             if self.world.chance(0.7):

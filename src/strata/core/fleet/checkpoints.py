@@ -81,7 +81,7 @@ class Checkpoints:
 
     def latest(self, job: JobId, *, run_id: str = "") -> CheckpointRecord | None:
         """The newest completed checkpoint of a job: the one that completed last, whatever its step. For a run with an
-        identity, one of another run does not count."""
+        identity, one of another run does not count, and in one of its generations steps only go up, whatever is reported last."""
         newest = (self.records[checkpoint_id] for checkpoint_id in reversed(self._timelines.get(job, {})))
         return next((record for record in newest if record.run_id in ("", run_id) or not run_id), None)
 
@@ -183,8 +183,21 @@ class Checkpoints:
             run_id=command.run_id,
             generation=_generation(command),
             told_in=command.run_generation,
-            succeeded_by=command.succeeded_by,
+            succeeded_by=command.succeeded_by or self._newer(command, job),
         )
+
+    def _newer(self, command: NotifyCheckpoint, job: JobId) -> str:
+        """The next newer checkpoint of its run, where there is one. A copy of a notice may be so late that all else about its
+        checkpoint is forgotten, and it must not count as the newest for that."""
+        age = (_generation(command), command.step)
+        newer = ""
+        for checkpoint_id in reversed(self._timelines.get(job, {}) if command.run_id and age[0] else {}):
+            record = self.records[checkpoint_id]
+            if record.run_id == command.run_id:
+                if _age(record) <= age:
+                    break
+                newer = checkpoint_id
+        return newer
 
     def decide_reconcile(
         self, command: ReconcileCheckpoints, job: JobId, now: Instant
@@ -206,10 +219,8 @@ class Checkpoints:
                 reason = "its process ended before the checkpoint completed"
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
-        # In the order in which they were saved, whatever the order of the list; records are in the order in which they were
-        # reported, and what is reported late is reported newest first.
-        by_save = sorted(mine, key=lambda record: (record.generation, record.step))
-        for record in reversed(by_save):
+        by_age = sorted(mine, key=_age)
+        for record in reversed(by_age):  # Whatever the order of the list, and that in which they were told.
             if record.removed and record.status == "completed" and record.checkpoint_id in present:
                 found = replace(_completed(record), reason="found again", at_s=now.wall_s)
                 events.append(replace(found, succeeded_by=newer))
@@ -442,6 +453,12 @@ def _ends(record: CheckpointRecord) -> Iterator[Event]:
         yield _failed(record)
     if record.removed:
         yield CheckpointRemoved(checkpoint_id=record.checkpoint_id, reason=record.reason, at_s=ended_at_s)
+
+
+def _age(record: CheckpointRecord) -> tuple[int, int]:
+    """Within a run, older ones are less. What is reported late is recorded after what is newer; without a generation, though, steps may
+    go back, and there is only the order in which they were recorded."""
+    return (record.generation, record.step if record.generation else 0)
 
 
 def _generation(command: NotifyCheckpoint) -> int:

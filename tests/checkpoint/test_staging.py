@@ -184,6 +184,31 @@ def test_the_newest_snapshot_stays_intact_while_the_next_one_is_written(job: str
         staging.release(buffer)
 
 
+@pytest.mark.parametrize("deleted", ["its mark", "its file", "its folder"])
+def test_a_snapshot_that_somebody_has_deleted_does_not_count_as_the_one_that_is_kept(
+    job: str, memory: Memory, deleted: str
+) -> None:
+    with CheckpointManager([], memory=memory) as manager:
+        for step in (1, 2):
+            manager.save(small_state(step), step=step).result(30)
+        newest, older = find_snapshots(job)
+        if deleted == "its mark":
+            newest.path.with_name("mark.json").unlink()
+        elif deleted == "its file":
+            newest.path.unlink()
+        else:
+            remove_tree(newest.path.parent)
+        plan = prepare(small_state(3), None).plan
+        images = manager._images()
+        ready = images.readiness(plan)
+        assert ready.held == ready.kept == {older.manifest.checkpoint_id}
+        buffer = images.acquire(plan, timeout_s=0)
+        assert buffer is not None
+        buffer.begin()
+        assert [snapshot.manifest.step for snapshot in find_snapshots(job)] == [1]
+        images.release(buffer)
+
+
 def test_a_state_larger_than_the_budget_is_refused_and_what_was_kept_stays(job: str) -> None:
     memory = Memory(job=job, budget_bytes=1 << 20)
     with CheckpointManager([], memory=memory) as manager:

@@ -271,6 +271,8 @@ class Upload:
     writers: dict[str, set[int]] = field(default_factory=dict)
     """Of a sharded save: ranks that are not finished with a destination, where the first one publishes."""
     failures: dict[str, str] = field(default_factory=dict)
+    last_complete: tuple[int, int] | None = None
+    """Of a sharded save: the snapshot in memory that a crash would have gone back to when it began."""
 
 
 class Life:
@@ -1024,6 +1026,7 @@ class ShardedLife(Life):
     def _copy(self, order: Save, checkpoint: Checkpoint) -> Steps:
         checkpoint.parts = tuple(dict.fromkeys(self.parts))
         upload = Upload(save=order, checkpoint=checkpoint)
+        upload.last_complete = self.sim.last_complete(self)
         if order.durable:
             names = order.destinations or [d.name for d in self.sim.destinations]
             upload.writers = {name: set(range(len(self.parts))) for name in names}
@@ -1053,7 +1056,7 @@ class ShardedLife(Life):
         """Copy, mark, upload."""
         machine, part, sim = self.machines[rank], self.parts[rank], self.sim
         yield
-        sim.overwrite(self, image)
+        sim.overwrite(self, image, upload)
         for _ in range(sim.random.randint(1, 4)):
             yield
         writes = self.parts.index(part) == rank
@@ -1754,13 +1757,14 @@ class Simulation:
             machine.copy_table.settle(self.run_name, generation)
 
     def safe(self) -> tuple[int, int] | None:
-        """The newest snapshot that the loss of any one machine would leave complete in the others' memories."""
+        """The newest snapshot that the loss of any one machine would leave complete in the others' memories, as far as marks tell:
+        nobody reads images again while they are kept, so what is damaged meanwhile is found by who loads it."""
         units: dict[tuple[int, int], dict[str, set[int]]] = {}
         for machine in self.machines:
             for copy in machine.kept():
                 if copy.placement.run == self.run_name:
                     held = units.setdefault(copy.order, {})
-                    held.setdefault(machine.name, set()).update(copy.units(intact=True))
+                    held.setdefault(machine.name, set()).update(copy.units(intact=False))
         return max(
             (
                 order
@@ -1907,28 +1911,30 @@ class Simulation:
                 f"{life} reads {unit} of {copy.checkpoint_id} from afar, although memory has it",
             )
 
-    def overwrite(self, life: ShardedLife, image: Image) -> None:
+    def overwrite(self, life: ShardedLife, image: Image, upload: Upload) -> None:
         """The mark of an image is removed. From here on, a crash must not cost more than what is being made."""
-        images = [i for m in life.machines for slot in m.slots[life.number] for i in slot]
-        assert life.claim is not None
-        before, safe = self._last_complete(life, images), self.safe()
+        before, safe = self.last_complete(life), self.safe()
         image.content = None
         if not life.is_finishing:
             self.check_safe(safe, f"a save of {life}")
+        if before is None or (upload.last_complete is not None and before < upload.last_complete):
+            return  # Images were deleted after it had been settled what this save keeps: they cost it, not the save.
         must(
-            before is None or self.images_per_rank == 1 or self._last_complete(life, images) == before,
+            self.images_per_rank == 1 or self.last_complete(life) == before,
             f"{life} overwrites a part of {before}, the last complete snapshot",
         )
 
-    def _last_complete(self, life: ShardedLife, images: list[Image]) -> CheckpointId | None:
+    def last_complete(self, life: ShardedLife) -> tuple[int, int] | None:
+        """The newest snapshot that is all there in the memories of a life's machines, of those that it has made or continues."""
         assert life.claim is not None
+        images = [i for m in life.machines for slot in m.slots[life.number] for i in slot]
         kept = [
             i.content
             for i in images
             if i.content is not None
             and (i.content.generation == life.claim.generation or i.checkpoint_id == life.resumed)
         ]
-        return max(complete(kept), key=lambda c: c.order, default=_NOTHING).checkpoint_id or None
+        return max((copy.order for copy in complete(kept)), default=None)
 
     def check_parts(self, life: Life, destination: Destination, published: Checkpoint) -> None:
         missing = [p for p in published.parts if (published.checkpoint_id, p) not in destination.parts]
@@ -2078,11 +2084,6 @@ class Simulation:
                 must(report.clean, f"epoch {report.epoch} in {destination.name}: {report.reason}")
                 covered += report.samples * (report.last_epoch - report.epoch + 1)
             must(covered == self.total_steps * self.samples_per_step, f"the ledger has {covered} samples")
-
-
-_NOTHING = Checkpoint(
-    placement=Placement(checkpoint_id=CheckpointId("")), step=0, trained=(), data=DataCommit()
-)
 
 
 def complete(copies: Iterable[Checkpoint], *, intact: bool = False) -> list[Checkpoint]:

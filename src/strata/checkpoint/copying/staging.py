@@ -181,6 +181,19 @@ class ImageBuffer:
             return 0
 
     @property
+    def snapshot(self) -> Manifest | None:
+        """What a crash would leave here: None where somebody has deleted the mark, or the file, that this process has made."""
+        if self.marked is None or self.folder is None or not (self.folder / MARK_NAME).is_file():
+            return None
+        return self.marked if self.size_bytes == self.marked.parts[0].size_bytes else None
+
+    @property
+    def order(self) -> tuple[int | float | str, ...]:
+        """Of its snapshot; what has none comes first."""
+        found = self.snapshot
+        return found.order if found is not None else (-1,)
+
+    @property
     def view(self) -> memoryview:
         assert self._map is not None
         return memoryview(self._map)
@@ -565,7 +578,7 @@ class Staging:
         self.open()
         with self._changed:
             free = [buffer for buffer in self._buffers if not buffer.is_busy]
-            held = [b.marked.checkpoint_id for b in self._buffers if b.marked is not None]
+            held = [found.checkpoint_id for b in self._buffers if (found := b.snapshot) is not None]
             return Ready(
                 has_image=bool(free) and not any(buffer.is_being_filled for buffer in self._buffers),
                 has_one_image=len(self._buffers) == 1,
@@ -731,16 +744,15 @@ class Staging:
 
     def _choose(self, plan: Plan, sparing: Collection[CheckpointId] | None = None) -> ImageBuffer | None:
         free = [buffer for buffer in self._buffers if not buffer.is_busy]
-        marked = [buffer for buffer in self._buffers if buffer.marked is not None]
+        found = {buffer: buffer.snapshot for buffer in self._buffers}
+        kept = [buffer for buffer, snapshot in found.items() if snapshot is not None]
         if sparing is not None:
-            free = [b for b in free if b.marked is None or b.marked.checkpoint_id not in sparing]
-        elif len(self._buffers) > 1 and len(marked) == 1:
+            free = [b for b in free if (it := found[b]) is None or it.checkpoint_id not in sparing]
+        elif len(self._buffers) > 1 and len(kept) == 1:
             # It is the only one that a crash would leave.
-            free = [buffer for buffer in free if buffer not in marked]
+            free = [buffer for buffer in free if buffer not in kept]
         # The oldest snapshot makes way; of images that hold none, one that is laid out already is the quickest.
-        return min(
-            free, key=lambda b: (b.marked.order if b.marked else (-1,), b.plan is not plan), default=None
-        )
+        return min(free, key=lambda b: (b.order, b.plan is not plan), default=None)
 
     def _keep_to_budget(self, buffer: ImageBuffer, plan: Plan, deadline_s: float | None) -> bool:
         """Let older snapshots go until an image of this plan fits the budget; False where those in use are too large for too
@@ -761,7 +773,7 @@ class Staging:
                 idle = [other for other in others if other.size_bytes and not other.is_busy]
                 if not idle:
                     return None
-                oldest = min(idle, key=lambda b: b.marked.order if b.marked else (-1,))
+                oldest = min(idle, key=lambda b: b.order)
                 oldest.discard()
                 others.remove(oldest)
             return buffer
@@ -830,7 +842,7 @@ class Staging:
         def choose() -> ImageBuffer | None:
             if any(buffer.is_busy for buffer in self._buffers):
                 return None
-            kept = max(self._buffers, key=lambda b: b.marked.order if b.marked else (-1,))
+            kept = max(self._buffers, key=lambda b: b.order)
             for other in self._buffers:
                 if other is not kept:
                     other.discard()

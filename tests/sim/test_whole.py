@@ -60,7 +60,7 @@ def assert_interesting(results: list[WholeResult]) -> None:
         ("redirected", 200),
         ("one-way cuts", 15),
         ("coordinators paused", 10),
-        ("coordinators killed", 5),
+        ("coordinators killed", 2),
         ("majorities lost", 3),
         ("published", 80),
         ("lives", 70),

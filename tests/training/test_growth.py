@@ -117,9 +117,11 @@ def test_recoveries_leave_a_process_and_its_agent_as_large_as_they_were(tmp_path
     for who, sizes in (("survivor", of_survivor), ("agent", of_agent)):
         before, after = typical(sizes[part : 2 * part]), typical(sizes[-part:])
         print(f"{who}, {entries} entries: first {asdict(sizes[0])}, then {before}, last {after}")
-        assert after["descriptors"] <= before["descriptors"] + 1, [size.descriptors for size in sizes]
-        assert after["threads"] <= before["threads"], [size.threads for size in sizes]
-        assert after["mappings"] <= before["mappings"] + 8, [size.mappings for size in sizes]
+        # A group that broke may be held a while longer, with three threads and five descriptors of its own: fewer than what every loss
+        # would leave behind, of which there are twice as many between the two.
+        assert after["descriptors"] <= before["descriptors"] + part, [size.descriptors for size in sizes]
+        assert after["threads"] <= before["threads"] + part // 2, [size.threads for size in sizes]
+        assert after["mappings"] <= before["mappings"] + 8 + part, [size.mappings for size in sizes]
         # Torch itself keeps some kilobytes of every group and every wrapper that was made.
         assert after["memory_kb"] <= 1.05 * before["memory_kb"], [size.memory_kb for size in sizes]
     # A save that is under way has files of its own, and so has who was lost until it is cleaned up: fewer than what every loss

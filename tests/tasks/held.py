@@ -42,6 +42,6 @@ with strata.elastic(
         optimizer.zero_grad()
         if os.path.exists(options.slow):
             time.sleep(0.2)
-            print(f"slowly at {job.step}", os.environ.get(options.say, ""))
+            print(f"slowly at {job.step} {os.environ.get(options.say, '')}".rstrip())
 print(f"all {job.step} steps are made")
 distributed.destroy_process_group()

@@ -203,6 +203,7 @@ async def until(condition: Callable[[], object], what: str) -> None:
     await asyncio.to_thread(eventually, condition, within_s=UP_S, what=what, every_s=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_run_is_started_once_and_its_end_is_seen_whoever_leads(
     cluster: RayCluster, tmp_path: Path

@@ -27,7 +27,7 @@ STEPS = 400
 SLOW = """
 import os, time
 if (folder / 'slow').exists():
-    pause_s = float((folder / 'slow').read_text() or (0.05 if step < 200 else 1.0))
+    pause_s = float((folder / 'slow').read_text() or (0.05 if step < 350 else 1.0))
     if pause_s > 1: (folder / 'in-a-slow-step').touch()
     until_s = time.monotonic() + pause_s
     while time.monotonic() < until_s and (folder / 'slow').exists(): time.sleep(0.02)

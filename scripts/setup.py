@@ -3,8 +3,8 @@
 Python packages come pinned from constraints.txt, and Node with them where the machine has none; the dashboard is built
 when its sources have changed. With `--tests`, the programs that tests use (the table in `programs.py`: etcd-server, etcd-client, faketime,
 chromium and others) are installed as Debian packages where this user may do that; otherwise it says what is missing and which
-tests are left out. What only slow tests use (debootstrap, buildah, Slurm) is never installed: they are skipped without it. With
-CI=true a missing part is a failure. What is there already is not done again, and nothing is printed then.
+tests are left out. What only slow tests use (debootstrap, buildah; munge, slurm-client, slurmctld and slurmd) is never installed: they are
+skipped without it. With CI=true a missing part is a failure. What is there already is not done again, and nothing is printed then.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class Agent:
         return (self.folder / "output").read_text()
 
     def marks(self) -> list[Manifest]:
-        found = [read_snapshot(path.parent) for path in self.memory.rglob(MARK_NAME)]
+        # Folders may be removed meanwhile, which `rglob` does not bear.
+        folders = [Path(folder) for folder, _, names in os.walk(self.memory) if MARK_NAME in names]
+        found = [read_snapshot(folder) for folder in folders]
         return [snapshot.manifest for snapshot in found if snapshot is not None]
 
     def await_standing(self, ranks: Sequence[int], *, images: int = 1) -> list[int]:

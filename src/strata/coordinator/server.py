@@ -394,14 +394,13 @@ class Server:
 
         runner = self._task_runner(report_end=report)
         if runner is not None:
-            attending = asyncio.create_task(
-                asyncio.to_thread(self._say_that_attends, journal), name="saying that it attends"
-            )
+            threading.Thread(
+                target=self._say_that_attends, args=(journal,), name="attending", daemon=True
+            ).start()
             try:
                 await runner.run()
             finally:
-                self._attends_no_more.set()
-                await asyncio.gather(attending, return_exceptions=True)
+                self._attends_no_more.set()  # Not waited for: whoever is elected leads at once.
 
     def _say_that_attends(self, journal: EtcdJournal) -> None:
         """In a thread, until `_attends_no_more`: the leader then says that nobody looks after what runs on this machine."""

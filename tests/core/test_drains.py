@@ -50,7 +50,7 @@ def handover(fleet: Fleet, *, node: str = "b_1", **fields: Any) -> None:
     fleet.do(ReportHandover(**{**said, **fields}))
 
 
-def recovered(fleet: Fleet, *, lost: int, job: str = "job") -> None:
+def recovered(fleet: Fleet, *, lost: int, job: str = "job", hosts: tuple[str, ...] = ()) -> None:
     fleet.do(
         ReportRecovery(
             worker_id=WorkerId(f"{job}-rank0"),
@@ -62,6 +62,7 @@ def recovered(fleet: Fleet, *, lost: int, job: str = "job") -> None:
             world_before=2,
             world_after=1,
             reason="",
+            hosts=hosts,
         )
     )
 
@@ -158,6 +159,17 @@ def test_a_recovery_that_is_faster_than_the_agent_is_not_forgotten(fleet: Fleet)
     handover(fleet, lost_steps=None)
     (one,) = shown(fleet)
     assert (one.state, one.handovers[0].lost_steps) == ("drained", 2)
+
+
+def test_a_late_report_of_the_recovery_before_says_nothing(fleet: Fleet) -> None:
+    drain(fleet)
+    recovered(fleet, lost=6, hosts=("a", "b"))  # When the machine joined.
+    assert shown(fleet)[0].handovers == ()
+    handover(fleet, lost_steps=None)
+    recovered(fleet, lost=6, hosts=("a", "b"))
+    assert shown(fleet)[0].handovers[0].lost_steps is None
+    recovered(fleet, lost=1, hosts=("a",))
+    assert shown(fleet)[0].handovers[0].lost_steps == 1
 
 
 def test_a_recovery_of_another_job_says_nothing(fleet: Fleet) -> None:

@@ -36,6 +36,11 @@ def test_survivors_keep_their_names_and_the_replacement_takes_that_of_the_lost_o
     assert (three.survived, three.lost, three.joined) == (2, (), ("job-rank1",))
 
 
+def test_machines_of_the_ranks_are_known_each_once() -> None:
+    ranks = [Entrant(host=host) for host in ("b", "a", "b", "")]
+    assert enter(ranks, job="job").hosts == ("a", "b")
+
+
 def test_where_all_are_waited_for_the_lost_one_is_replaced_at_once() -> None:
     kept = survivors(FIRST, ["job-rank0", "job-rank2"])
     changes = enter([kept[0], Entrant(), kept[1]], job="job")

@@ -1,12 +1,13 @@
 """Machines that go, simulated: notices, agents, a coordinator that crashes, and those who continue, in any order.
 
 Each machine has an agent with the real `Handover`; the coordinator is the real `Cluster` with its journal. Agents leave in time, late or
-never; reports are lost, doubled and late; recoveries overtake them; drains are cancelled, shortened and asked for again. What must hold:
+never; reports are lost, doubled and late; recoveries overtake them, or were from something before; drains are cancelled, shortened and
+asked for again. What must hold:
 
 * a machine that is asked to go is let in again only after a cancel, whoever crashes meanwhile;
 * it is drained when its deadline has come, at the latest with the next tick;
 * an agent never works beyond its deadline: it asks before it kills, and kills before the machine goes;
-* what is said to be lost is what was lost, and never changes once it is known;
+* what is said to be lost is what was lost by a recovery without that machine, and never changes once it is known;
 * the state after a crash is the state before it, from the journal and from a compacted one.
 """
 
@@ -78,6 +79,8 @@ class Fleet:
         self.agents: dict[str, Agent] = {}
         self.step = 100
         self.known_lost: dict[tuple[str, float], int] = {}
+        self.worlds: dict[int, frozenset[str]] = {}
+        """Which machines each recovery continued with, by the step at which it did."""
         self.asked: set[str] = set()
         """Machines that were asked to go, and for which nobody has cancelled."""
         self.in_flight: list[tuple[float, Command]] = []
@@ -226,21 +229,25 @@ class Fleet:
 
     def _recover(self) -> None:
         lost = self.chance.randint(0, 20)
-        self._do(
-            ReportRecovery(
-                worker_id=WorkerId(f"{JOB}-rank0"),
-                incarnation=0,
-                phases_s={"load": 0.1},
-                resumed_step=self.step - lost,
-                lost_steps=lost,
-                tier="memory",
-                world_before=4,
-                world_after=3,
-                reason="",
-            )
+        hosts = frozenset(agent.host for agent in self.agents.values() if not agent.has_left)
+        if not hosts:
+            return
+        self.step += 20 + self.chance.randint(1, 50)  # No two recoveries continue at the same step.
+        self.worlds[self.step - lost] = hosts
+        report = ReportRecovery(
+            worker_id=WorkerId(f"{JOB}-rank0"),
+            incarnation=0,
+            phases_s={"load": 0.1},
+            resumed_step=self.step - lost,
+            lost_steps=lost,
+            tier="memory",
+            world_before=4,
+            world_after=len(hosts),
+            reason="",
+            hosts=tuple(sorted(hosts)),
         )
-        self.step += self.chance.randint(0, 50)
-        self._say(f"the run continues, {lost} steps lost")
+        self.in_flight.append((self.now_s + self.chance.choice([0.0, 0.0, 5.0]), report))
+        self._say(f"the run continues at step {self.step - lost} on {sorted(hosts)}, {lost} steps lost")
 
     def _crash(self) -> None:
         before = self._shown()
@@ -290,6 +297,11 @@ class Fleet:
                     if key in self.known_lost:
                         raise Violation(f"what {host} lost is forgotten")
                     continue
+                if (
+                    handover.reason.startswith("the run continued")
+                    and host in self.worlds[handover.saved_step or 0]
+                ):
+                    raise Violation(f"{host} took part in the recovery that is said to have followed it")
                 before = self.known_lost.setdefault(key, handover.lost_steps)
                 if before != handover.lost_steps:
                     raise Violation(f"{host} had lost {before} steps, and now {handover.lost_steps}")

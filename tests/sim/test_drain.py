@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
 from strata.core.fleet.drains import Drains
-from strata.core.messages import Instant
+from strata.core.messages import Event, Instant, RecoveryRecorded
 from tests.sim.drain import Fleet, Violation
 
 RUNS = int(os.environ.get("STRATA_SIM_JOB_RUNS", "300"))
@@ -34,6 +35,19 @@ def test_a_deadline_that_a_restart_forgets_is_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Drains, "resume_clock", forgets)
     with pytest.raises(Violation, match="after its deadline"):
+        run_all(40)
+
+
+def test_a_recovery_before_the_drain_that_counts_as_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = Drains.decide_recovery
+
+    def careless(
+        self: Drains, recovery: RecoveryRecorded, hosts: Collection[str], now: Instant
+    ) -> list[Event]:
+        return decide(self, recovery, (), now)
+
+    monkeypatch.setattr(Drains, "decide_recovery", careless)
+    with pytest.raises(Violation, match="took part in the recovery"):
         run_all(40)
 
 

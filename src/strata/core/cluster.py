@@ -234,7 +234,7 @@ class Cluster:
                 fact(recorded)
                 cost = self._cost(member.spec.job_id)
                 _each(fact, self.incidents.decide_recovery(recorded, cost, now))
-                _each(fact, self.drains.decide_recovery(recorded, now))
+                _each(fact, self.drains.decide_recovery(recorded, command.hosts, now))
                 return Accepted(reason=recorded.reason)
             case ReportFailure():
                 check_report(command)

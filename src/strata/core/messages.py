@@ -378,6 +378,8 @@ class ReportRecovery:
     lost: tuple[WorkerId, ...] = ()
     joined: tuple[WorkerId, ...] = ()
     cause: str = ""
+    hosts: tuple[str, ...] = ()
+    """The machines that the run continued on; empty where the worker does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

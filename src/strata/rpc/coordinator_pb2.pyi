@@ -511,7 +511,7 @@ class RecoveryResponse(_message.Message):
     def __init__(self, has_checkpoint: _Optional[bool] = ..., latest_checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., resume_step: _Optional[int] = ..., resume_epoch: _Optional[int] = ..., shard_assignments: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ...) -> None: ...
 
 class ReportRecoveryRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "phases_s", "resumed_step", "lost_steps", "tier", "world_before", "world_after", "reason", "survived", "lost", "joined", "cause")
+    __slots__ = ("worker_id", "incarnation", "phases_s", "resumed_step", "lost_steps", "tier", "world_before", "world_after", "reason", "survived", "lost", "joined", "cause", "hosts")
     class PhasesSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +532,7 @@ class ReportRecoveryRequest(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     phases_s: _containers.ScalarMap[str, float]
@@ -545,7 +546,8 @@ class ReportRecoveryRequest(_message.Message):
     lost: _containers.RepeatedScalarFieldContainer[str]
     joined: _containers.RepeatedScalarFieldContainer[str]
     cause: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., resumed_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., tier: _Optional[str] = ..., world_before: _Optional[int] = ..., world_after: _Optional[int] = ..., reason: _Optional[str] = ..., survived: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., joined: _Optional[_Iterable[str]] = ..., cause: _Optional[str] = ...) -> None: ...
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., resumed_step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., tier: _Optional[str] = ..., world_before: _Optional[int] = ..., world_after: _Optional[int] = ..., reason: _Optional[str] = ..., survived: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., joined: _Optional[_Iterable[str]] = ..., cause: _Optional[str] = ..., hosts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReportRecoveryResponse(_message.Message):
     __slots__ = ("acknowledged",)

@@ -277,6 +277,7 @@ def report_recovery(m: pb.ReportRecoveryRequest) -> ReportRecovery:
         lost=tuple(map(WorkerId, m.lost)),
         joined=tuple(map(WorkerId, m.joined)),
         cause=m.cause,
+        hosts=tuple(m.hosts),
     )
 
 

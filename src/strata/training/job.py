@@ -628,9 +628,9 @@ class ElasticJob:
     def _entrant(self) -> Entrant:
         run, kept = live.current(), self._kept
         if run is None or kept is None:
-            return Entrant(given=given_worker_id())
+            return Entrant(given=given_worker_id(), host=socket.gethostname())
         cause = run.reentry.reason if run.reentry is not None else ""
-        return Entrant(name=kept.name, left=kept.roster, cause=cause)
+        return Entrant(name=kept.name, left=kept.roster, cause=cause, host=socket.gethostname())
 
     def _open_stores_of_others(self) -> None:
         """Every rank writes and reads its own part."""
@@ -1096,6 +1096,7 @@ class ElasticJob:
             lost=self._changes.lost,
             joined=self._changes.joined,
             cause=self._changes.cause,
+            hosts=self._changes.hosts,
         )
         if self.rank == 0:
             what = (

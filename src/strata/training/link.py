@@ -148,6 +148,7 @@ class CoordinatorLink:
                 lost=recovery.lost,
                 joined=recovery.joined,
                 cause=recovery.cause,
+                hosts=recovery.hosts,
             )
         )
 

@@ -54,6 +54,7 @@ class Recovery:
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     cause: str = ""
+    hosts: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:

@@ -487,9 +487,10 @@ class TrainingOrchestrator:
         lost: Sequence[str] = (),
         joined: Sequence[str] = (),
         cause: str = "",
+        hosts: Sequence[str] = (),
     ) -> None:
         """Report the duration of a recovery, by phase; where processes have survived it, how many, which workers were lost and
-        which are new, and why."""
+        which are new, and why; and the machines that the run continued on."""
         me = self._me()
         request = message(
             pb.ReportRecoveryRequest,
@@ -506,6 +507,7 @@ class TrainingOrchestrator:
             lost=list(lost),
             joined=list(joined),
             cause=cause,
+            hosts=list(hosts),
         )
         self._wait(self._session.call("ReportRecovery", request))
 

@@ -10,7 +10,7 @@ Journaled: a restart of the coordinator changes nothing. Pure: time arrives as `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -208,8 +208,11 @@ class Drains:
             )
         return events
 
-    def decide_recovery(self, recovery: RecoveryRecorded, now: Instant) -> list[Event]:
-        """The others have continued: now it is known what a run has lost by it."""
+    def decide_recovery(
+        self, recovery: RecoveryRecorded, hosts: Collection[str], now: Instant
+    ) -> list[Event]:
+        """The others have continued, on `hosts`: now it is known what a run has lost by it. A machine that is among them still takes
+        part: that recovery was from something before, and its report is late."""
         return [
             HandoverRecorded(
                 host=host,
@@ -224,7 +227,7 @@ class Drains:
                 at_s=now.wall_s,
             )
             for host, drain in self.hosts.items()
-            if self._concerns(drain, recovery, now.mono_s - self._due_s[host])
+            if self._concerns(drain, recovery, now.mono_s - self._due_s[host]) and host not in hosts
         ]
 
     @staticmethod

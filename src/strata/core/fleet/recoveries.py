@@ -56,6 +56,7 @@ class Recoveries:
             checks.between(f"number of workers in {field}", len(names), 0, MAX_NAMED)
             for name in names:
                 checks.name(field, name)
+        checks.between("number of hosts", len(command.hosts), 0, MAX_NAMED)
         return RecoveryRecorded(
             job_id=job,
             worker_id=command.worker_id,

@@ -35,6 +35,8 @@ class Entrant:
     """The set of ranks that this process was in before."""
     cause: str = ""
     """Why that one is over."""
+    host: str = ""
+    """The machine that it runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Changes:
     """Workers whose processes are new, where others have survived; those among the lost are replaced."""
     cause: str = ""
     """Why the set of ranks before is over."""
+    hosts: tuple[str, ...] = ()
+    """The machines of the ranks, each once."""
 
     @property
     def reporter(self) -> int:
@@ -75,6 +79,7 @@ def enter(entrants: Sequence[Entrant], *, job: str) -> Changes:
         lost=tuple(name for name in before.names if name not in survivors),
         joined=tuple(name for name in names if name not in survivors) if survivors else (),
         cause=causes[0] if causes and survivors else "",
+        hosts=tuple(sorted({entrant.host for entrant in entrants if entrant.host})),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from strata.core.jobs.regroup import (
     BROKEN,
+    EXIT_S,
     GRACE_S,
     JOINS,
     SETTLE_S,
@@ -126,6 +127,25 @@ def test_why_a_connection_ended_is_said_where_it_is_known_in_time() -> None:
     regroup.dropped(1, "rank 1 has ended", now_s=1.0)
     regroup.ended(1, "rank 1 was killed by SIGKILL", now_s=1.0)
     assert regroup.decide(1.0) == Leave(workers=(0, 2), reason="rank 1 was killed by SIGKILL")
+
+
+def test_workers_that_all_ended_are_restarted_once_it_is_known_how() -> None:
+    regroup = training(2)
+    for number in (0, 1):
+        regroup.dropped(number, f"rank {number} has ended", now_s=1.0)
+    assert regroup.decide(1.0) == Continue(until_s=1.0 + EXIT_S)
+    regroup.ended(0, "rank 0 was killed by SIGKILL", now_s=1.1)
+    assert regroup.decide(1.1) == Restart(
+        reason="no worker of this machine is left: rank 0 was killed by SIGKILL"
+    )
+
+
+def test_a_worker_whose_connection_ended_and_whose_process_does_not_is_not_waited_for() -> None:
+    regroup = training(1)
+    regroup.dropped(0, "rank 0 has ended", now_s=1.0)
+    assert regroup.decide(1.0 + EXIT_S) == Restart(
+        reason="no worker of this machine is left: rank 0 has ended"
+    )
 
 
 def test_a_generation_with_one_that_ended_while_all_met_is_over_at_once() -> None:

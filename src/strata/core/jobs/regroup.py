@@ -30,6 +30,9 @@ BROKEN = "a collective broke"
 """How the reason begins of a worker that left because of others: what became of those says more."""
 GRACE_S = 1.0
 """How long those who have left wait for one that has not."""
+EXIT_S = 5.0
+"""How long a process may take to end after its connection has, where none is left to continue without it: how it ended is the reason
+of the restart, which has to wait for its end anyway."""
 SETTLE_S = 10.0
 """How long a replacement waits for the first step of those who train, where they have a job that says when they have made it."""
 START_S = 120.0
@@ -366,6 +369,9 @@ class Regroup:
             return Restart(reason=f"{self._in_a_row} recoveries in a row have led to no new step")
         survivors = self._in(Phase.READY, Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED)
         if not survivors and not (self._ready_spares() and self._in(Phase.LOST, Phase.ENDING)):
+            exit_s = self._exit_s()
+            if exit_s is not None and now_s < exit_s:
+                return Continue(until_s=exit_s)
             return Restart(reason=f"no worker of this machine is left: {self._reason}")
         if unasked := tuple(n for n in self._in(Phase.INSIDE) if self._workers[n].asked_s is None):
             return Leave(workers=unasked, reason=self._reason)
@@ -376,6 +382,12 @@ class Regroup:
         if lost and isinstance(instruction, Continue):
             return self._replacement(lost[0], self._reason, now_s)
         return instruction
+
+    def _exit_s(self) -> float | None:
+        """Until when the process is waited for whose connection ended first; None where nothing more will be known of it."""
+        if self._dropped is None or (worker := self._workers[self._dropped]).phase is not Phase.ENDING:
+            return None
+        return worker.since_s + EXIT_S
 
     def _undisturbed(self, now_s: float) -> Continue | Release | Replace | Take | StartSpare:
         if lost := self._in(Phase.LOST):

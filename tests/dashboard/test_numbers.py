@@ -37,7 +37,7 @@ def test_two_live_runs_keep_both_histories_and_one_that_stops_its_last_values(
             page.see(css=f"svg[aria-label='Loss of both-{number} over time']")
         for step in range(1, 4):
             one.notify_checkpoint(f"both-{step}", step, 0, path=f"/c/{step}", tiers=["nvme"])
-        page.see("checkpoint of step 3 completed", css="[aria-label=Events] li")
+        page.see("checkpoint at step 3 completed", css="[aria-label=Events] li")
         for number in (1, 2):
             assert page.count(css=f"svg[aria-label='Loss of both-{number} over time']") == 1
         two.deregister()
@@ -58,7 +58,7 @@ def test_saves_are_one_line_of_the_events_and_problems_are_found_by_a_filter(
         worker.notify_checkpoint("saving-6", 6, 0, path="/c/6", status="failed", reason="no space left")
         page.open("/runs/saving")
         lines = "[aria-label=Events] li"
-        page.see("checkpoint of step 5 completed", css=lines)
+        page.see("checkpoint at step 5 completed", css=lines)
         page.see("4 saves before it", css=lines)
         assert page.count(css=f"{lines}:has-text('completed')") == 1
         page.click("button", "Problems")

@@ -443,7 +443,7 @@ export class Simulation {
     this.publish("checkpoint_started", {
       checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
       size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now, run_id: "", generation: checkpoint.generation,
-      severity: "debug", text: `checkpoint of step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
+      severity: "debug", text: `checkpoint at step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
     });
     const seconds = this.random.between(1.3, 1.9);
     const digest = `xxh3-128:${this.random.hex(32)}`;
@@ -466,7 +466,7 @@ export class Simulation {
       checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
       tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, metadata: {},
       reason: done.reason, at_s: this.now, run_id: "", generation: done.generation, told_in: 0, succeeded_by: "",
-      severity: "success", text: `checkpoint of step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
+      severity: "success", text: `checkpoint at step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
     });
   }
 

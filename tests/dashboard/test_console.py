@@ -100,11 +100,11 @@ def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
 
 def follow_the_card(page: Browser, number: int) -> None:
     page.open("/workers")  # On every view, also after a reload.
-    page.see("rank 1", css="[aria-label='Newest incident'] *")
+    page.see("rank 1", css="[aria-label='Latest incident'] *")
     page.open("/")
-    page.click("link", f"Why incident {number}")
+    page.click("link", f"Details of incident {number}")
     page.see(role="dialog", name=f"incident {number}")
-    for section in ("Decision", "Cost", "Phases of the recovery"):
+    for section in ("Decision", "Cost", "Recovery phases"):
         page.see(css=f"[role=dialog] [aria-label='{section}']")
     page.see("rank 1", css="[role=dialog] [aria-label^=Evidence] article *")
     page.press("Escape")
@@ -130,7 +130,7 @@ def dismiss_it(page: Browser, number: int) -> None:
 
 def see_who_is_slow(page: Browser) -> None:
     page.see(css="[aria-label='Slowest workers'] li", nth=1, within_s=60)
-    page.see("own", css="[aria-label='Slowest workers'] li span")
+    page.see("busy", css="[aria-label='Slowest workers'] li span")
     page.open("/workers")
     page.see(css="main [data-id]:has-text('own')")
     page.open("/workers?worker=seen-rank0")
@@ -182,7 +182,7 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.allow("clipboard-read")
     page.click("button", "Copy on one machine")
     page.see("Copied", css="main [role=status]", within_s=30)
-    page.click("button", "Run the sample")
+    page.click("button", "Run sample")
     page.until("location.pathname.startsWith('/runs/task-')")
     task = page.url.rpartition("/")[2]
     eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "running", within_s=60)

@@ -59,10 +59,10 @@ def test_saves_are_one_line_of_the_events_and_problems_are_found_by_a_filter(
         page.open("/runs/saving")
         lines = "[aria-label=Events] li"
         page.see("checkpoint at step 5 completed", css=lines)
-        page.see("4 saves before it", css=lines)
+        page.see("4 earlier checkpoints", css=lines)
         assert page.count(css=f"{lines}:has-text('completed')") == 1
         page.click("button", "Problems")
-        page.miss("4 saves before it", css=lines)
+        page.miss("4 earlier checkpoints", css=lines)
         page.see("no space left", css=lines)
         page.see("error: ", css=lines)
         page.click("button", "Workers", inside={"css": "[aria-label='Filter events']"})

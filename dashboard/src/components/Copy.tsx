@@ -20,7 +20,7 @@ export function CopyButton(props: { text: string; label: string; className?: str
       <IconButton label={`Copy ${props.label}`} onClick={copy} className={props.className ?? ""}>
         {done === "copied" ? <Check aria-hidden className="size-4 text-good" /> : <CopyIcon aria-hidden className="size-4" />}
       </IconButton>
-      <span role="status" className="sr-only">{done === "copied" ? "Copied" : done === "failed" ? "Could not be copied" : ""}</span>
+      <span role="status" className="sr-only">{done === "copied" ? "Copied" : done === "failed" ? "Copy failed" : ""}</span>
     </>
   );
 }

@@ -16,7 +16,7 @@ const LOOKS: Record<EventLine["level"], { icon: LucideIcon; tone: string; word: 
   bad: { icon: CircleX, tone: "text-bad", word: "error: " },
 };
 
-const FILTERS: readonly (readonly [EventFilter, string])[] = [["all", "All"], ["problems", "Problems"], ["workers", "Workers"], ["saves", "Saves"], ["tasks", "Tasks, data"]];
+const FILTERS: readonly (readonly [EventFilter, string])[] = [["all", "All"], ["problems", "Problems"], ["workers", "Workers"], ["saves", "Checkpoints"], ["tasks", "Tasks and data"]];
 
 export function EventList(props: { items: readonly EventLine[]; height?: number; onHover?: (at: number | null) => void }) {
   const [filter, setFilter] = useState<EventFilter>("all");
@@ -32,7 +32,7 @@ export function EventList(props: { items: readonly EventLine[]; height?: number;
         ))}
       </div>
       {shown.length === 0 ? (
-        <p className="border-t px-4 py-6 text-center text-muted">None of these.</p>
+        <p className="border-t px-4 py-6 text-center text-muted">No matching events</p>
       ) : (
         <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
           {shown.map((item) => <Line key={item.id} item={item} onHover={props.onHover} />)}

@@ -36,7 +36,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
         {incident.next_step && <p className="break-words"><span className="text-muted">Next: </span><Advice text={incident.next_step} /></p>}
       </div>
       <div className="flex shrink-0 basis-full items-center justify-end gap-1 sm:basis-auto sm:items-start">
-        <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Why<span className="sr-only"> incident {incident.id}</span></Link>
+        <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Details<span className="sr-only"> of incident {incident.id}</span></Link>
         <CopyButton text={`strata why ${incident.run}`} label="command strata why" />
         <IconButton label={`Dismiss incident ${incident.id}`} onClick={() => dismiss([incident])}><X aria-hidden className="size-4" /></IconButton>
       </div>

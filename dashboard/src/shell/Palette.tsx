@@ -1,4 +1,4 @@
-/** Go anywhere, find anything: views, runs, workers, tasks, datasets, and what can be done. */
+/** Command palette: views, runs, workers, incidents, datasets and actions. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { Activity, Boxes, Database, FlaskConical, Play, Siren, SunMoon, type LucideIcon } from "lucide-react";
@@ -88,8 +88,8 @@ function Body({ onClose }: { onClose: () => void }) {
         aria-expanded
         aria-controls={listId}
         aria-activedescendant={found[at] ? `${listId}-${at}` : undefined}
-        aria-label="Search views, runs, workers, tasks and datasets"
-        placeholder="Search views, runs, workers, tasks, datasets …"
+        aria-label="Search views, runs, workers, incidents and datasets"
+        placeholder="Search views, runs, workers, incidents, datasets …"
         autoFocus
         value={words}
         onChange={(event) => {

@@ -70,9 +70,9 @@ function Content(props: { path: string }) {
   if (job === null || viewsFor(job).some((view) => props.path === view.to)) return <Outlet />;
   if (props.path === "/" || props.path === `/runs/${encodeURIComponent(job)}`) return <Navigate to="/runs" replace />;
   return (
-    <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Not found"}>
+    <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Page not found"}>
       <Empty icon={LockKeyhole} title={`You are signed in for job ${job} only`} action={<Link to="/runs" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the job</Link>}>
-        This view shows the whole cluster, which needs a credential that is not bound to a job.
+        This view covers the whole cluster. It needs a token that is not bound to a job.
       </Empty>
     </Page>
   );
@@ -153,7 +153,7 @@ function Views() {
           <div className="mt-2 flex items-center gap-2 border-t pt-3">
             <ConnectionLamp />
             <Button onClick={() => { setMore(false); does.palette(); }}><Search aria-hidden className="size-4" />Search</Button>
-            <IconButton label={isDark() ? "Use light theme" : "Use dark theme"} onClick={does.theme} className="ml-auto">{isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}</IconButton>
+            <IconButton label={isDark() ? "Light theme" : "Dark theme"} onClick={does.theme} className="ml-auto">{isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}</IconButton>
           </div>
         </div>
       </Dialog>
@@ -249,10 +249,10 @@ function IncidentStrip() {
   const [newest, ...others] = usePending();
   if (!newest) return null;
   return (
-    <aside aria-label="Newest incident" className={`flex items-center gap-x-3 border-b px-4 ${isGrave(newest) ? "bg-bad-soft" : "bg-warn-soft"} py-1.5 text-sm sm:px-5 lg:px-7`}>
+    <aside aria-label="Latest incident" className={`flex items-center gap-x-3 border-b px-4 ${isGrave(newest) ? "bg-bad-soft" : "bg-warn-soft"} py-1.5 text-sm sm:px-5 lg:px-7`}>
       <OctagonAlert aria-hidden className={`size-4 shrink-0 ${isGrave(newest) ? "text-bad" : "text-warn"}`} />
       <span className="foreign line-clamp-2 min-w-0 flex-1 break-words sm:line-clamp-1"><strong className="font-semibold">{kindOf(newest)}:</strong> {newest.text}</span>
-      <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Why</Link>
+      <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Details</Link>
       {others.length > 0 && <Link to="/incidents" className="hidden shrink-0 font-medium underline underline-offset-2 sm:inline">{count(others.length)} more</Link>}
       <IconButton label={`Dismiss incident ${newest.id}`} className="size-6" onClick={() => dismiss([newest])}><X aria-hidden className="size-4" /></IconButton>
     </aside>

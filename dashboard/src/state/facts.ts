@@ -68,7 +68,7 @@ export function folded(items: readonly EventLine[]): EventLine[] {
     if (isQuiet(first)) {
       const saves = group.filter((h) => h.kind === "checkpoint_completed").length;
       const newest = group.find((h) => h.kind === "checkpoint_completed") ?? first;
-      result.push(saves > 1 ? { ...newest, text: `${newest.text}; ${plural(saves - 1, "save")} before it` } : newest);
+      result.push(saves > 1 ? { ...newest, text: `${newest.text}; ${plural(saves - 1, "earlier checkpoint")}` } : newest);
     } else if (group.length >= 3) result.push(togetherOf(first, new Set(group.map((h) => h.workerId)).size, group.length));
     else result.push(...group);
     i = end;

@@ -78,12 +78,12 @@ describe("the headline", () => {
     const rhythm = [0, 1, 2, 3, 4].map((i) => checkpoint({ id: `c${i}`, step: 90 - i * 10, created_at: NOW - 200 - i * 20 }));
     const state = stateOf({ checkpoints: rhythm });
     expect(saveRhythm(runsOf(state)[0]!)).toBe(20);
-    expect(assess(state, NOW)).toMatchObject({ level: "warn", headline: "No checkpoint of job for 3 m 20 s" });
+    expect(assess(state, NOW)).toMatchObject({ level: "warn", headline: "job: no checkpoint for 3 m 20 s" });
     expect(assess(state, NOW - 150).level).toBe("good");
   });
 
   it("names who is missing at a barrier that waits too long", () => {
-    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "Blocked for 45 s, missing w1." });
+    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "Blocked for 45 s, waiting for w1." });
     expect(assess(stateOf({ checkpoints: saved, barriers: [barrier()] }), NOW).level).toBe("good");
   });
 

@@ -153,7 +153,7 @@ function ofSaves(run: Run, now: number): Finding[] {
   if (rhythm !== null && run.risk.since !== null && run.status === "training") {
     const since = now - run.risk.since;
     if (since > Math.max(30, OVERDUE * rhythm)) {
-      found.push({ level: "warn", title: `No checkpoint of ${run.name} for ${age(since)}`, reason: `Usually every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} at risk.`, link });
+      found.push({ level: "warn", title: `${run.name}: no checkpoint for ${age(since)}`, reason: `Usually every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} at risk.`, link });
     }
   }
   return found;
@@ -187,7 +187,7 @@ function ofBarriers(state: State, now: number): Finding[] {
   const slow = state.barriers.filter((b) => b.status === "waiting" && now - b.created_at > BARRIER_SLOW_S);
   const first = slow[0];
   if (!first) return [];
-  const missing = first.missing.length > 0 ? `missing ${names(first.missing)}` : `${count(first.arrived)} of ${count(first.total)} arrived`;
+  const missing = first.missing.length > 0 ? `waiting for ${names(first.missing)}` : `${count(first.arrived)} of ${count(first.total)} arrived`;
   return [{ level: "warn", title: `Workers blocked at barrier ${first.name}`, reason: `Blocked for ${age(now - first.created_at)}, ${missing}.`, link: { to: "/barriers", search: { status: "waiting" } } }];
 }
 

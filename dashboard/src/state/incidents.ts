@@ -10,11 +10,11 @@ export const STAYS_S = 600;
 const RECENT_S = 86_400;
 
 export const CLASSES: Record<Incident["failure_class"], string> = {
-  user_error: "Error in the script", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
-  node_lost: "Machine lost", unknown: "Cause unknown",
+  user_error: "Script error", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
+  node_lost: "Machine lost", unknown: "Unknown cause",
 };
 
-const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank", quarantine: "Machine in quarantine" };
+const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank", quarantine: "Quarantined machine" };
 
 const STATES: Record<string, { tone: Tone; label: string }> = {
   open: { tone: "bad", label: "open" },

@@ -119,7 +119,7 @@ describe("events", () => {
 
   it("saves that went as they should are one line; one that failed stays its own", () => {
     const saves = [5, 4, 3].map((n) => line(n, "checkpoint_completed"));
-    expect(folded([...saves, line(2, "checkpoint_failed", { level: "bad" }), line(1, "checkpoint_completed")]).map((l) => l.text)).toEqual(["checkpoint_completed 5; 2 saves before it", "checkpoint_failed 2", "checkpoint_completed 1"]);
+    expect(folded([...saves, line(2, "checkpoint_failed", { level: "bad" }), line(1, "checkpoint_completed")]).map((l) => l.text)).toEqual(["checkpoint_completed 5; 2 earlier checkpoints", "checkpoint_failed 2", "checkpoint_completed 1"]);
   });
 
   it("are filtered by what they are about, and problems by how bad they are", () => {

@@ -147,12 +147,12 @@ function Fleet() {
   const counts = workerCounts(workers);
   const slow = slowest(paces, SLOWEST);
   return (
-    <Card title="Workers" hint={`${count(counts.present)} of ${count(counts.total)} present: ${counts.text}`} actions={<More to="/workers" />}>
+    <Card title="Workers" hint={`${count(counts.present)} of ${count(counts.total)} up: ${counts.text}`} actions={<More to="/workers" />}>
       <div className="flex flex-col gap-4">
         <PaceCounts paces={paces} />
         {slow.length > 1 && (
           <section aria-label="Slowest workers" className="flex flex-col gap-1.5">
-            <h3 className="text-sm font-medium text-muted">Slowest {count(slow.length)}: own time of a step, and time waiting for the others</h3>
+            <h3 className="text-sm font-medium text-muted">Slowest {count(slow.length)}: busy and wait time per step</h3>
             <ul className="flex flex-col gap-1">{slow.map((pace) => <li key={pace.worker.id}><SlowRow pace={pace} longest={Math.max(...slow.map((p) => (p.ownS ?? 0) + (p.waitS ?? 0)))} /></li>)}</ul>
           </section>
         )}
@@ -170,7 +170,7 @@ function SlowRow({ pace, longest }: { pace: Pace; longest: number }) {
       <Name whole={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
       <span aria-hidden className="col-span-2 row-start-2 flex h-2 overflow-hidden rounded-full bg-hover sm:col-span-1 sm:row-start-auto"><span className={tone} style={{ width: width(ownS) }} /><span className="bg-idle/40" style={{ width: width(waitS) }} /></span>
       <span className="text-right text-sm text-muted">
-        <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(ownS)} own{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>
+        <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(ownS)} busy{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>
       </span>
     </Link>
   );

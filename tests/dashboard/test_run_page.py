@@ -110,7 +110,7 @@ def query(page: Browser) -> dict[str, str]:
 
 
 def choose_of(page: Browser, name: str, what: str) -> None:
-    page.click("button", f"More for {name}", exact=True)
+    page.click("button", f"Actions for {name}", exact=True)
     page.click("menuitem", what)
 
 
@@ -294,8 +294,8 @@ def test_what_was_abandoned_is_kept_and_a_panel_is_exported(fresh: Browser, tmp_
     page.open("/runs/alpha?tab=charts&q=loss")
     see_drawn(page, "loss")
     page.see("1 abandoned branch.", css="[data-panel='loss'] .sr-only")
-    page.see("Marked: 0 failures, 4 checkpoints.", css="[data-panel='loss'] .sr-only")
-    page.click("button", "More for loss", exact=True)
+    page.see("Markers: 0 failures, 4 checkpoints.", css="[data-panel='loss'] .sr-only")
+    page.click("button", "Actions for loss", exact=True)
     assert page.download(tmp_path / "loss.csv", "menuitem", "Export CSV") == "alpha-loss.csv"
     with (tmp_path / "loss.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -303,7 +303,7 @@ def test_what_was_abandoned_is_kept_and_a_panel_is_exported(fresh: Browser, tmp_
     abandoned = [int(line["step"]) for line in lines if line["branch"] == "abandoned, generation 1"]
     assert committed == list(range(1, STEPS + 1))
     assert (abandoned[0], abandoned[-1]) == (2_501, 3_500)
-    page.click("button", "More for loss", exact=True)
+    page.click("button", "Actions for loss", exact=True)
     assert page.download(tmp_path / "loss.png", "menuitem", "Export PNG") == "alpha-loss.png"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     choose_of(page, "loss", "Enlarge")
@@ -316,7 +316,7 @@ def test_a_run_says_how_it_was_started_and_keeps_tags_and_notes(fresh: Browser, 
     page.see("train.py --lr 0.0003", css="pre")
     page.see("0123456789ab", css="dd span", exact=True)
     page.see("model.width", css="dt")
-    page.see("2,500", css="[aria-label='Starts of the run'] td")
+    page.see("2,500", css="[aria-label=Starts] td")
     page.fill("New tag", "baseline")
     page.click("button", "Add tag")
     page.see("baseline", css="[aria-label=Tags] li")
@@ -373,7 +373,7 @@ def test_a_run_that_logs_nothing_says_so_and_asks_for_nothing(runs: Coordinator,
         page.open("/runs/silent?tab=charts")
         page.see("No metrics logged")
         page.click("radio", "Details")
-        page.see("No start of this run has reported its command", css="p")
+        page.see("No launch command reported", css="p")
         asked_for = (
             "performance.getEntriesByType('resource').filter(r => r.name.includes('/api/runs/')).length"
         )
@@ -417,7 +417,7 @@ def test_a_failure_and_the_log_of_a_run_are_on_its_page(
         os.kill(running.living()[1], signal.SIGKILL)
         eventually(lambda: watched.get("/api/incidents?run=marked"), within_s=90)
         page.open("/runs/marked?tab=charts")
-        page.see("Marked: 1 failure", css="[data-panel='lr'] .sr-only", within_s=90)
+        page.see("Markers: 1 failure", css="[data-panel='lr'] .sr-only", within_s=90)
         page.click("radio", "Details")
         page.see("recoverable_script.py", css="pre")
         page.see("snapshot_every", css="dt")

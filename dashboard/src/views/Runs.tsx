@@ -59,7 +59,7 @@ function columnsFor(picked: readonly string[], pick: (id: string) => void): read
 function Pick(props: { row: Row; picked: readonly string[]; onPick: (id: string) => void }) {
   const { row } = props;
   const checked = props.picked.includes(row.id);
-  const why = row.logged === null ? "It has logged no metrics" : !checked && props.picked.length >= RUNS_COMPARED ? `At most ${RUNS_COMPARED} are compared` : undefined;
+  const why = row.logged === null ? "No metrics logged" : !checked && props.picked.length >= RUNS_COMPARED ? `At most ${RUNS_COMPARED} runs` : undefined;
   return <input type="checkbox" aria-label={`Compare ${row.name}`} title={why} disabled={why !== undefined} checked={checked} className="size-4 align-middle accent-accent" onClick={(event) => event.stopPropagation()} onChange={() => props.onPick(row.id)} />;
 }
 
@@ -90,9 +90,9 @@ export function Runs() {
       actions={
         <>
           {picked.length > 0 && <Button look="ghost" onClick={() => set({ pick: undefined }, { replace: true })}>Clear</Button>}
-          <Button disabled={picked.length < 2} title={picked.length < 2 ? "Choose two runs or more" : undefined} onClick={() => void navigate({ to: "/compare", search: { runs: textOf(picked) } })}><GitCompareArrows aria-hidden className="size-4" />{picked.length > 0 ? `Compare ${count(picked.length)}` : "Compare"}</Button>
+          <Button disabled={picked.length < 2} title={picked.length < 2 ? "Select at least two runs" : undefined} onClick={() => void navigate({ to: "/compare", search: { runs: textOf(picked) } })}><GitCompareArrows aria-hidden className="size-4" />{picked.length > 0 ? `Compare ${count(picked.length)}` : "Compare"}</Button>
           <Button look="primary" needs="operator" onClick={() => set({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
-          <Input data-search type="search" aria-label="Search runs" placeholder="Name, id or tag" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
+          <Input data-search type="search" aria-label="Search runs" placeholder="Name, ID or tag" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
         </>
       }
     >

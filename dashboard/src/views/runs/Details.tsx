@@ -35,12 +35,12 @@ export function Details(props: { id: string; info: RunInfo | null | undefined; t
   const options = flatten(details?.options ?? {});
   const labels = Object.entries(props.labels);
   const started: (readonly [string, ReactNode])[] = [
-    ["Run", <WithCopy key="run" text={info?.run ?? props.id} what="run id" />],
-    ...(task ? [["Task", <WithCopy key="task" text={task.id} what="task id" />] as const, ["Recipe", task.type] as const] : []),
+    ["Run", <WithCopy key="run" text={info?.run ?? props.id} what="run ID" />],
+    ...(task ? [["Task", <WithCopy key="task" text={task.id} what="task ID" />] as const, ["Recipe", task.type] as const] : []),
     ...(details?.commit ? [["Commit", <WithCopy key="commit" text={details.commit} shown={details.commit.slice(0, 12)} what="commit" />] as const] : []),
     ...(details?.branch ? [["Branch", details.branch] as const] : []),
     ...(details?.host ? [["First host", details.host] as const] : []),
-    ...(details?.folder ? [["Folder", details.folder] as const] : []),
+    ...(details?.folder ? [["Working directory", details.folder] as const] : []),
     ...(details?.world_size ? [["Workers", count(details.world_size)] as const] : []),
     ...Object.entries(details?.versions ?? {}).map(([name, version]) => [name, version] as const),
   ];
@@ -48,20 +48,20 @@ export function Details(props: { id: string; info: RunInfo | null | undefined; t
     <div className="grid items-start gap-4 xl:grid-cols-2">
       <div className="flex min-w-0 flex-col gap-4">
         {info && <Notes key={info.run} id={props.id} info={info} />}
-        <Card title="Started with" hint={details ? "latest start" : undefined}>
+        <Card title="Launch" hint={details ? "latest start" : undefined}>
           {details?.command && <Command text={details.command} />}
           <Facts items={started} />
-          {!details && <p className="mt-3 text-muted">No start of this run has reported its command. Runs report it with the first metrics they log.</p>}
-          {details && details.commit && <p className="mt-3 text-sm text-faint">The commit is what was checked out; changes that were not committed are not known.</p>}
+          {!details && <p className="mt-3 text-muted">No launch command reported. Runs report it with their first logged metrics.</p>}
+          {details && details.commit && <p className="mt-3 text-sm text-faint">Checked-out commit; uncommitted changes are not recorded.</p>}
         </Card>
         {metrics && metrics.starts.length > 0 && <Card title="Starts" hint={plural(metrics.starts.length, "start")} flush><Starts metrics={metrics} /></Card>}
       </div>
       <div className="flex min-w-0 flex-col gap-4">
         <Card title="Configuration" actions={config.length > 0 && <CopyButton text={config.map(([k, v]) => `${k}=${v}`).join("\n")} label="configuration" />}>
-          {config.length > 0 ? <Facts items={config} /> : labels.length > 0 ? <Facts items={labels} /> : <p className="text-muted">Not known. Give it to the job: <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
+          {config.length > 0 ? <Facts items={config} /> : labels.length > 0 ? <Facts items={labels} /> : <p className="text-muted">Unknown. Pass it to <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
         </Card>
-        {options.length > 0 && <Card title="Options of the job" hint="in effect"><Facts items={options} /></Card>}
-        {metrics && metrics.metrics.length > 0 && <Card title="Last values" hint="of the committed history" flush><Values metrics={metrics.metrics} /></Card>}
+        {options.length > 0 && <Card title="Job options" hint="in effect"><Facts items={options} /></Card>}
+        {metrics && metrics.metrics.length > 0 && <Card title="Last values" hint="committed history" flush><Values metrics={metrics.metrics} /></Card>}
       </div>
     </div>
   );
@@ -89,7 +89,7 @@ const HEAD = "px-4 py-2 text-sm font-medium text-muted";
 
 function Starts({ metrics }: { metrics: RunMetrics }) {
   return (
-    <div className="max-h-72 overflow-auto border-t" tabIndex={0} role="region" aria-label="Starts of the run">
+    <div className="max-h-72 overflow-auto border-t" tabIndex={0} role="region" aria-label="Starts">
       <table className="w-full">
         <thead><tr><th scope="col" className={`${HEAD} text-left`}>Generation</th><th scope="col" className={`${HEAD} text-left`}>Started</th><th scope="col" className={`${HEAD} text-right`}>Resumed at</th><th scope="col" className={`${HEAD} text-right`}>Abandoned after</th></tr></thead>
         <tbody>
@@ -115,8 +115,8 @@ function Values({ metrics }: { metrics: readonly MetricSummary[] }) {
         <tbody>
           {metrics.map((m) => (
             <tr key={m.name} className="border-t border-line/60">
-              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{label(m.name)}{isHistogram(m.name) && <span className="text-faint"> (median)</span>}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
-              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "not finite" : valueText(m.name, m.last)}</td>
+              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{label(m.name)}{isHistogram(m.name) && <span className="text-faint"> (median)</span>}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} NaN/Inf</span>}</th>
+              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "NaN/Inf" : valueText(m.name, m.last)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.min)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.max)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{count(m.last_step)}</td>
@@ -174,7 +174,7 @@ function Notes(props: { id: string; info: RunInfo }) {
           aria-label="Notes"
           rows={3}
           maxLength={16_384}
-          placeholder={refusal ?? "What this run was for, what came of it"}
+          placeholder={refusal ?? "Purpose and results of this run"}
           readOnly={refusal !== undefined}
           className="foreign min-h-20 w-full rounded-md border border-edge/60 bg-surface px-2.5 py-1.5 hover:border-edge focus:border-accent"
           value={notes ?? info.notes}

@@ -131,7 +131,7 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
     <>
       <header className="flex min-h-8 items-center gap-1">
         <h3 className="foreign min-w-0 truncate font-medium" title={label(name)}>{label(name)}</h3>
-        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
+        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} NaN/Inf</span>}
         <span className="ml-auto flex shrink-0 items-center">
           {actions && (
           <span
@@ -149,7 +149,7 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
           </span>
         )}
           {actions && <IconButton label={`${actions.isPinned ? "Unpin" : "Pin"} ${label(name)}`} aria-pressed={actions.isPinned} className={`size-7 ${actions.isPinned ? "text-accent" : ""}`} onClick={actions.onPin}><Pin aria-hidden className="size-3.5" fill={actions.isPinned ? "currentColor" : "none"} /></IconButton>}
-          <Menu label={`More for ${label(name)}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
+          <Menu label={`Actions for ${label(name)}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
         </span>
       </header>
       {failure !== null && <ErrorNote error={failure} onRetry={() => void saveCsv()} />}
@@ -241,7 +241,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       {known && !error && isHistogram(name) && <svg ref={shape} aria-hidden data-shape viewBox="0 0 480 44" preserveAspectRatio="none" className="w-full" style={{ height: SHAPE }} />}
       <p ref={note} hidden className="foreign pointer-events-none absolute inset-x-0 bottom-6 z-10 mx-auto w-fit max-w-full rounded-md border bg-surface px-2 py-0.5 text-sm break-words shadow-lg" />
       <p className="sr-only">{summary(name, runs, curves, drawn.marks)}</p>
-      {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points at or below zero have no place on a logarithmic scale.</p>}
+      {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points ≤ 0 not shown on a log scale</p>}
     </div>
   );
 }
@@ -355,7 +355,7 @@ function axisText(x: number, axis: Axis): string {
 /** The same for whoever cannot see the picture. */
 function summary(name: string, runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[], marks: readonly PlotMark[]): string {
   const failures = marks.filter((mark) => mark.kind === "incident").length;
-  const said = marks.length === 0 ? "" : ` Marked: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
+  const said = marks.length === 0 ? "" : ` Markers: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
   const told = runs
     .map((run, i) => {
       const { steps, values } = curves[i]?.committed ?? NO_CURVE;

@@ -30,10 +30,10 @@ export function Toolbar(props: { settings: Settings; change: Change; lastStep: n
       </label>
       <IconButton label="Chart settings" aria-expanded={open} className="border md:hidden" onClick={() => setOpen(!open)}><SlidersHorizontal aria-hidden className="size-4" /></IconButton>
       <div className={`${open ? "flex" : "hidden"} order-last w-full flex-wrap items-center gap-x-3.5 gap-y-2 md:order-none md:contents`}>
-        <Segmented label="Horizontal axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
+        <Segmented label="X axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
         <Smoothing value={settings.smooth} onChange={(smooth) => change({ smooth })} />
         <Check label="Log scale" checked={settings.log} onChange={(log) => change({ log })} />
-        {props.hasMarks && <Check label="Marks" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
+        {props.hasMarks && <Check label="Markers" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
         <ZoomFields key={settings.zoom?.join("-") ?? ""} settings={settings} change={change} lastStep={props.lastStep} />
       </div>
       {settings.zoom && <IconButton label="Reset zoom" className="border" onClick={() => change({ zoom: null })}><ZoomOut aria-hidden className="size-4" /></IconButton>}
@@ -190,7 +190,7 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
       open={props.open}
       onClose={props.onClose}
       title="Panels"
-      description={`${count(props.shown.length)} of ${plural(props.names.length, "metric")} shown. Kept in this browser.`}
+      description={`${count(props.shown.length)} of ${plural(props.names.length, "metric")} shown. Saved in this browser.`}
       footer={
         <>
           <label className="mr-auto inline-flex items-center gap-1.5"><input type="checkbox" className="size-4 accent-accent" checked={kept.scope === "run"} onChange={(event) => kept.setScope(event.target.checked ? "run" : "all")} />For this run only</label>
@@ -210,8 +210,8 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
               </label>
             </li>
           ))}
-          {found.length > NAMES_SHOWN && <li className="px-2 py-1.5 text-faint">and {count(found.length - NAMES_SHOWN)} more: search for them</li>}
-          {found.length === 0 && <li className="px-2 py-1.5 text-faint">No metric has this name.</li>}
+          {found.length > NAMES_SHOWN && <li className="px-2 py-1.5 text-faint">and {count(found.length - NAMES_SHOWN)} more; refine the search</li>}
+          {found.length === 0 && <li className="px-2 py-1.5 text-faint">No matching metrics</li>}
         </ul>
       </div>
     </Dialog>

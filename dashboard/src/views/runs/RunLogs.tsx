@@ -32,14 +32,14 @@ export function RunLogs(props: { job: string }) {
     if (atEnd.current && scroller.current) scroller.current.scrollTop = scroller.current.scrollHeight;
   }, [last]);
   return (
-    <section aria-label="Logs of this run" className="flex min-h-0 flex-col gap-3">
+    <section aria-label="Run logs" className="flex min-h-0 flex-col gap-3">
       <div className="flex flex-wrap items-center gap-2">
         <Input type="search" data-search aria-label="Search messages" placeholder="Search messages" className="w-56" value={words} onChange={(event) => setWords(event.target.value)} />
         <Select aria-label="Level" value={level} onChange={(event) => setLevel(event.target.value)}>
           <option value="">All levels</option>
           {["info", "warn", "error"].map((word) => <option key={word} value={word}>{word} and above</option>)}
         </Select>
-        <span className="text-sm text-faint">{entries.length === SHOWN ? `the latest ${SHOWN} lines` : plural(entries.length, "line")}</span>
+        <span className="text-sm text-faint">{entries.length === SHOWN ? `latest ${SHOWN} lines` : plural(entries.length, "line")}</span>
         <Link to="/logs" search={{ task: props.job, q: words || undefined, level: level || undefined }} className="ml-auto inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open in Logs</Link>
       </div>
       {lines.isPending ? (
@@ -47,7 +47,7 @@ export function RunLogs(props: { job: string }) {
       ) : lines.isError && !lines.data ? (
         <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />
       ) : entries.length === 0 ? (
-        <Empty title="No log lines">{words || level ? "No line of this run matches." : "Its processes have not written anything here."}</Empty>
+        <Empty title={words || level ? "No matching lines" : "No log lines yet"}>{words || level ? "Clear filters to see all lines." : "Processes of this run have not logged anything."}</Empty>
       ) : (
         <ol
           ref={scroller}

@@ -72,7 +72,7 @@ function RunPage({ id }: { id: string }) {
   // Charts need not wait for the rest.
   if (!isKnown && (!info.data || !metrics.data || filters["tab"] !== "charts")) return <Page title={id}><Loading rows={8} /></Page>;
   if (run === null && info.data === undefined && !info.error) return <Page title={id} actions={back}><Loading rows={8} /></Page>;
-  if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint or recovery has this run name, and nothing was logged under it.</Empty>}</Page>;
+  if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint, recovery or metric has this run ID.</Empty>}</Page>;
 
   const tab: Tab = TABS.find(([value]) => value === filters["tab"])?.[0] ?? "overview";
   const hasMetrics = (metrics.data?.metrics.length ?? 0) > 0;
@@ -82,7 +82,7 @@ function RunPage({ id }: { id: string }) {
       subtitle={
         <span className="flex flex-wrap items-center gap-x-3 gap-y-1">
           {isKnown && <Status value={run?.status ?? "ended"} pill />}
-          {label !== id && <span className="inline-flex min-w-0 items-center"><span className="foreign max-w-60 truncate" title={id}>{id}</span><CopyButton text={id} label="run name" /></span>}
+          {label !== id && <span className="inline-flex min-w-0 items-center"><span className="foreign max-w-60 truncate" title={id}>{id}</span><CopyButton text={id} label="run ID" /></span>}
           {run !== null && <Started run={run} />}
           <Tags tags={info.data?.tags ?? []} />
         </span>
@@ -97,7 +97,7 @@ function RunPage({ id }: { id: string }) {
         </>
       }
     >
-      <Segmented label="Part of the page" value={tab} options={TABS} onChange={(next) => set({ tab: next === "overview" ? undefined : next })} />
+      <Segmented label="View" value={tab} options={TABS} onChange={(next) => set({ tab: next === "overview" ? undefined : next })} />
       {tab === "overview" && (run === null ? <Charts run={shown} metrics={metrics} kept={kept} /> : <Story run={run} shown={shown} metrics={metrics.data} kept={kept} />)}
       {tab === "charts" && <Charts run={shown} metrics={metrics} kept={kept} />}
       {tab === "details" && <Details id={id} info={info.data} task={run?.task ?? null} labels={run?.risk.safe?.metadata ?? {}} metrics={metrics.data} />}
@@ -115,11 +115,11 @@ function Charts(props: { run: PanelRun; metrics: ReturnType<typeof useRunMetrics
   const { data, error } = props.metrics;
   const [settings, change] = useSettings();
   if (data === undefined) return error ? <ErrorNote error={error} /> : <Loading rows={8} />;
-  if (data === null || data.metrics.length === 0) return <Empty icon={Activity} title="No metrics logged">Log them in the loop: <code className="font-mono text-sm">job.log(&#123;"loss": loss&#125;)</code>. They are kept by step, and survive restarts.</Empty>;
+  if (data === null || data.metrics.length === 0) return <Empty icon={Activity} title="No metrics logged">Log them in the training loop: <code className="font-mono text-sm">job.log(&#123;"loss": loss&#125;)</code>. Metrics are stored by step and survive restarts.</Empty>;
   return (
     <>
-      {data.dropped > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.dropped)} logged values could not be kept: the coordinator was away too long, or there were too many names.</p>}
-      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} batches of values are missing here: another coordinator has kept them. With an archive they arrive when that one is back.</p>}
+      {data.dropped > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.dropped)} logged values were dropped: the coordinator was unreachable too long, or there were too many metric names.</p>}
+      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} metric batches are missing: they are stored on another coordinator. With an archive they arrive when it is back.</p>}
       <Panels run={props.run} metrics={data.metrics} kept={props.kept} settings={settings} change={change} />
     </>
   );
@@ -142,7 +142,7 @@ function PinnedPanels(props: { run: PanelRun; metrics: RunMetrics; kept: Kept })
       <p className="flex items-center gap-3 text-sm text-faint">
         <button type="button" className="font-medium text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent" onClick={() => set({ tab: "charts" })}>{metrics.metrics.length > names.length ? `All ${plural(metrics.metrics.length, "metric")}` : "Charts"}</button>
         {settings.zoom && <Button onClick={() => change({ zoom: null })}>Reset zoom</Button>}
-        {pinned.length === 0 && <span>Panels that you pin there are shown here.</span>}
+        {pinned.length === 0 && <span>Pinned panels appear here.</span>}
       </p>
     </section>
   );
@@ -231,11 +231,11 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
 }
 
 function summary(run: Run): string {
-  return `${plural(run.alive, "worker")} up, ${count(run.failed)} lost, ${plural(run.checkpoints.length, "checkpoint")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. The events below list the same.`;
+  return `${plural(run.alive, "worker")} up, ${count(run.failed)} lost, ${plural(run.checkpoints.length, "checkpoint")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. Also listed under Events.`;
 }
 
 function Recoveries({ run }: { run: Run }) {
-  if (run.recoveries.length === 0) return <Empty title="No recoveries">Each recovery is listed here with the duration of its phases.</Empty>;
+  if (run.recoveries.length === 0) return <Empty title="No recoveries">Recoveries appear here with the duration of each phase.</Empty>;
   return (
     <ol className="max-h-80 divide-y divide-line/60 overflow-y-auto border-t" tabIndex={0} aria-label="Recoveries">
       {run.recoveries.map((r) => (

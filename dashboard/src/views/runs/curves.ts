@@ -155,7 +155,7 @@ export function marksOf(incidents: readonly Incident[], checkpoints: readonly Ch
   }));
   const saves = checkpoints
     .filter((one) => one.status === "completed" && one.tiers.some((tier) => tier !== "memory"))
-    .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint of step ${one.step.toLocaleString("en-US")}` }));
+    .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint at step ${one.step.toLocaleString("en-US")}` }));
   return [...saves, ...failures];
 }
 

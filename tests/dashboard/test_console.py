@@ -132,10 +132,10 @@ def see_who_is_slow(page: Browser) -> None:
     page.see(css="[aria-label='Slowest workers'] li", nth=1, within_s=60)
     page.see("busy", css="[aria-label='Slowest workers'] li span")
     page.open("/workers")
-    page.see(css="main [data-id]:has-text('own')")
+    page.see(css="main [data-id]:has-text('busy')")
     page.open("/workers?worker=seen-rank0")
     page.see(css="[role=dialog] figure[aria-label='Step time over the last hour']")
-    page.see("Waiting for others", css="[role=dialog] dt")
+    page.see("Wait time per step", css="[role=dialog] dt")
     page.press("Escape")
 
 

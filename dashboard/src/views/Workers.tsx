@@ -32,8 +32,8 @@ const COLUMNS: readonly Column<Worker>[] = [
   { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },
   { id: "load", header: "Load", value: (w) => loadOf(w).percent, cell: (w) => <LoadCell worker={w} />, width: "minmax(9rem, 1fr)" },
   { id: "memory", header: "Memory", value: (w) => w.resources?.memory_used_bytes ?? null, cell: (w) => <Bytes value={w.resources?.memory_used_bytes} />, width: "104px", align: "right" },
-  { id: "step_time", header: "Own time", value: (w) => ownTime(w).ownS, cell: (w) => millisOf(ownTime(w).ownS), width: "100px", align: "right" },
-  { id: "wait", header: "Waiting", value: (w) => ownTime(w).waitS, cell: (w) => millisOf(ownTime(w).waitS), width: "96px", align: "right" },
+  { id: "step_time", header: "Busy time", value: (w) => ownTime(w).ownS, cell: (w) => millisOf(ownTime(w).ownS), width: "100px", align: "right" },
+  { id: "wait", header: "Wait time", value: (w) => ownTime(w).waitS, cell: (w) => millisOf(ownTime(w).waitS), width: "96px", align: "right" },
   { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => (w.assigned_shards === 0 ? "–" : count(w.assigned_shards)), width: "80px", align: "right" },
   { id: "last_heartbeat", header: "Last heartbeat", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "130px", align: "right" },
 ];

@@ -21,8 +21,7 @@ const AGAIN_MS = 1_000;
 const QUIET_MS = 5_000;
 const WITHIN_S = 120;
 const NONE: Drain[] = [];
-const SAVED = "saves, and continues without it or with a machine that stands by";
-const REFUSED = "is let in again until that is cancelled";
+const REFUSED = "cannot rejoin until the drain is cancelled";
 
 /** Of all machines; nothing is asked for by whoever sees one job alone. */
 function useDrains(asks = true): Drain[] {
@@ -36,7 +35,7 @@ function AskDrain(props: { title: string; open: boolean; onClose: () => void; ho
   const queries = useQueryClient();
   const start = useMutation({
     mutationFn: async () => {
-      for (const host of props.hosts) await post("/drains", { host, within_s: Number(within), reason: "asked for on the dashboard" });
+      for (const host of props.hosts) await post("/drains", { host, within_s: Number(within), reason: "requested on the dashboard" });
     },
     onSuccess: props.onClose,
     onSettled: () => queries.invalidateQueries({ queryKey: ["drains"] }),
@@ -45,7 +44,7 @@ function AskDrain(props: { title: string; open: boolean; onClose: () => void; ho
   return (
     <Confirm open={props.open} onClose={props.onClose} onConfirm={() => start.mutate()} title={props.title} action="Drain" busy={start.isPending || !valid || props.hosts.length === 0} error={start.error !== null && <ErrorNote error={start.error} />}>
       {props.children}
-      <Field label="Seconds until the machine may be gone" error={valid ? undefined : "Give a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
+      <Field label="Deadline (seconds)" error={valid ? undefined : "Enter a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
     </Confirm>
   );
 }
@@ -59,14 +58,14 @@ export function DrainMachine({ host }: { host: string }) {
     <div>
       <Button needs="operator" unless={boundTo(only)} onClick={() => setAsking(true)}><LogOut aria-hidden className="size-4" />Drain machine</Button>
       <AskDrain open={asking} onClose={() => setAsking(false)} title={`Drain ${host}?`} hosts={[host]}>
-        <p>Each of its runs {SAVED}. None of its agents {REFUSED}.</p>
+        <p>Each of its runs saves, then continues without it or with a standby machine. Its agents {REFUSED}.</p>
       </AskDrain>
     </div>
   );
 }
 
 function boundTo(job: string | null): string | undefined {
-  return job === null ? undefined : `Other runs may be on its machines: you are signed in for ${job} alone.`;
+  return job === null ? undefined : `Not available: you are signed in for job ${job} only, and other runs may use its machines.`;
 }
 
 /** Some machines of a run. */
@@ -87,10 +86,10 @@ export function DrainRun({ run }: { run: Run }) {
 }
 
 function refusalOf(run: Run, machines: readonly Machine[], agents: readonly MachineAgents[] | undefined): string | undefined {
-  if (run.alive === 0) return "No worker of this run is alive: there is nothing to drain.";
-  if (agents === undefined) return "Asking which of its machines can be drained …";
+  if (run.alive === 0) return "No workers left: nothing to drain.";
+  if (agents === undefined) return "Checking which machines can be drained …";
   if (machines.some((one) => one.refusal === undefined)) return undefined;
-  return machines.every((one) => one.isDrained) ? "All of its machines are drained." : "Its machines have no agent that is connected to this coordinator, and only agents can be asked to go: start them with strata torchrun --rdzv-endpoint.";
+  return machines.every((one) => one.isDrained) ? "All of its machines are drained." : "No agent of its machines is connected to this coordinator, and a drain needs one: start agents with strata torchrun --rdzv-endpoint.";
 }
 
 function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => void }) {
@@ -109,7 +108,7 @@ function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => 
           </label>
         ))}
       </fieldset>
-      <p aria-live="polite">{chosen.length === 0 ? "Choose at least one." : `${inWords(props.run.name, chosen, props.machines)} None of their agents ${REFUSED}.`}</p>
+      <p aria-live="polite">{chosen.length === 0 ? "Select at least one machine." : `${inWords(props.run.name, chosen, props.machines)} Their agents ${REFUSED}.`}</p>
     </AskDrain>
   );
 }
@@ -136,14 +135,14 @@ function Outcome({ drain }: { drain: Drain }) {
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-col gap-1">
-        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: it may go in ${age(Math.max(0, drain.deadline - now))}`}</p>
+        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: deadline in ${age(Math.max(0, drain.deadline - now))}`}</p>
         <p className="foreign text-sm text-muted">{drain.reason} ({drain.by})</p>
         <ul className="flex flex-col gap-1 text-sm">
           {drain.handovers.map((one) => <li key={one.run} className="foreign break-words"><span className="font-medium">{one.run}</span>: {one.reason}{one.lost_steps === null ? "" : ` (${plural(one.lost_steps, "step")} lost)`}</li>)}
         </ul>
       </div>
       {cancel.error !== null && <ErrorNote error={cancel.error} />}
-      <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Let it be used again</Button></div>
+      <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Undrain</Button></div>
     </div>
   );
 }

@@ -141,7 +141,7 @@ const Cell = memo(function Cell(props: CellProps) {
         {props.color === "pace" ? (
           <span className="flex items-center gap-2 text-xs text-muted">
             <span aria-hidden className={`size-2 shrink-0 rounded-full ${pace?.[2] ?? ""}`} />
-            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} own${props.wait ? `, ${props.wait} wait` : ""}`}</span>
+            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} busy${props.wait ? `, ${props.wait} wait` : ""}`}</span>
             {props.ratio >= 0 && <span className="shrink-0 text-ink">{props.ratio.toFixed(2)}×</span>}
           </span>
         ) : (

@@ -49,8 +49,8 @@ function Details({ worker }: { worker: Worker }) {
             ["Epoch", count(worker.current_epoch)],
             ["Task", task ? <Link key="t" to="/runs/$job" params={{ job: worker.job_id }} search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
             ["Shards", worker.assigned_shards === 0 ? "none" : <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
-            ["Own time of a step", duration(ownS)],
-            ["Waiting for others", duration(waitS)],
+            ["Busy time per step", duration(ownS)],
+            ["Wait time per step", duration(waitS)],
             ["Last heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
             ["Session", worker.connected ? "open" : "closed"],
             ["Joined", <Time key="j" at={worker.joined_at} />],
@@ -105,7 +105,7 @@ function WorkerHistory({ worker }: { worker: Worker }) {
           <Chart {...share} label="GPU memory over the last hour" lines={[{ label: "GPU memory", color: "busy", values: of("gpu_memory"), fill: true }]} format={(v) => bytes(v)} />
         </>
       ) : (
-        <Chart {...share} label="Processor load over the last hour" lines={[{ label: "CPU", color: "accent", values: of("cpu"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
+        <Chart {...share} label="CPU utilization over the last hour" lines={[{ label: "CPU", color: "accent", values: of("cpu"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
       )}
       <Chart {...share} label="Step time over the last hour" lines={[{ label: "step", color: "good", values: of("step_time").map(inMs) }, { label: "waiting", color: "idle", values: of("sync_wait").map(inMs) }]} unit="ms" format={(v) => number(v)} />
     </div>
@@ -129,7 +129,7 @@ function ResourceList({ worker }: { worker: Worker }) {
           <Gauge label={`GPU ${gpu.index} memory`} value={gpu.memory_used_bytes} max={gpu.memory_total_bytes} text={`${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`} />
         </div>
       ))}
-      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network in, machine", bytes(r.network_rx_bytes)], ["Network out, machine", bytes(r.network_tx_bytes)]]} />
+      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network in (host)", bytes(r.network_rx_bytes)], ["Network out (host)", bytes(r.network_tx_bytes)]]} />
     </div>
   );
 }

@@ -13,7 +13,7 @@ test("a machine can be drained where an agent of it is connected and nobody has 
   expect(found.map((one) => [one.host, one.workers, one.refusal])).toEqual([
     ["node-2", 2, undefined],
     ["node-4", 1, "is draining"],
-    ["node-5", 1, "no agent is connected"],
+    ["node-5", 1, "no agent connected"],
     ["node-10", 1, undefined],
   ]);
   expect(found[0]!.others).toEqual(["b"]);
@@ -22,6 +22,6 @@ test("a machine can be drained where an agent of it is connected and nobody has 
 
 test("what is said follows from who stays", () => {
   const [two, ten] = machinesOf("a", [...WORKERS.slice(0, 4)], AGENTS, []);
-  expect(inWords("run", [ten!], [two!, ten!])).toBe("run saves, 1 worker leaves, and it continues on node-2, or with one that stands by.");
-  expect(inWords("run", [two!, ten!], [two!, ten!])).toBe("All machines of run go: it saves and ends, unless a machine stands by. Workers of b on the same machines leave too.");
+  expect(inWords("run", [ten!], [two!, ten!])).toBe("run saves, 1 worker leaves, and it continues on node-2 or with a standby machine.");
+  expect(inWords("run", [two!, ten!], [two!, ten!])).toBe("All machines of run are drained: it saves and ends, unless a standby machine takes over. Workers of b on the same machines leave too.");
 });

@@ -26,7 +26,7 @@ export function machinesOf(run: string, workers: readonly Worker[], agents: read
       workers: there.filter((worker) => worker.job_id === run).length,
       others: [...new Set(there.map((worker) => worker.job_id))].filter((job) => job !== run),
       isDrained: drain !== undefined,
-      refusal: drain !== undefined ? `is ${drain.state}` : connected ? undefined : "no agent is connected",
+      refusal: drain !== undefined ? `is ${drain.state}` : connected ? undefined : "no agent connected",
     };
   });
 }
@@ -37,8 +37,8 @@ export function inWords(run: string, chosen: readonly Machine[], all: readonly M
   const workers = chosen.reduce((sum, one) => sum + one.workers, 0);
   const leaving = `${plural(workers, "worker")} ${workers === 1 ? "leaves" : "leave"}`;
   const here = stay.length === 0
-    ? `All machines of ${run} go: it saves and ends, unless a machine stands by.`
-    : `${run} saves, ${leaving}, and it continues on ${stay.length === 1 ? stay[0]!.host : plural(stay.length, "machine")}, or with one that stands by.`;
+    ? `All machines of ${run} are drained: it saves and ends, unless a standby machine takes over.`
+    : `${run} saves, ${leaving}, and it continues on ${stay.length === 1 ? stay[0]!.host : plural(stay.length, "machine")} or with a standby machine.`;
   const others = [...new Set(chosen.flatMap((one) => one.others))];
   return others.length === 0 ? here : `${here} Workers of ${others.join(", ")} on the same machines leave too.`;
 }

@@ -22,7 +22,7 @@ export const PACES: readonly (readonly [PaceClass, string, string])[] = [
   ["even", "at the median", "bg-good/60"],
   ["slow", "over 10 % slower", "bg-warn/70"],
   ["slowest", "over 30 % slower", "bg-bad"],
-  ["other", "not making steps", "bg-busy/60"],
+  ["other", "not training", "bg-busy/60"],
   ["unknown", "no step time", "bg-idle/40"],
   ["failed", "failed", "bg-bad"],
 ];

@@ -68,7 +68,7 @@ function Failed({ error, reset }: ErrorComponentProps) {
 function NotFound() {
   return (
     <Page title="Page not found">
-      <Empty icon={Compass} title="There is no page at this address" action={<Link to="/" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the overview</Link>}>
+      <Empty icon={Compass} title="No page at this address" action={<Link to="/" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open overview</Link>}>
         <span className="foreign font-mono text-sm break-all">{location.pathname}</span>
       </Empty>
     </Page>

@@ -24,7 +24,7 @@ it("offers everything where nobody has to sign in", () => {
 });
 
 it("says which role is needed, and which one has", () => {
-  expect(refusalOf(as("viewer"), "operator")).toBe("Needs operator: you are signed in as viewer.");
+  expect(refusalOf(as("viewer"), "operator")).toBe("Requires the operator role; you are signed in as viewer.");
   expect(refusalOf(as("admin"), "operator")).toBeUndefined();
 });
 

@@ -14,10 +14,10 @@ export const ROLES: readonly Role[] = ["viewer", "worker", "operator", "admin"];
 
 /** Each may do what the one before it may. */
 export const ABILITIES: Record<Role, string> = {
-  viewer: "sees everything, changes nothing",
-  worker: "sees everything; reports as a worker of a job",
-  operator: "starts, stops and restarts tasks, registers datasets, verifies checkpoints",
-  admin: "everything, including tokens and the audit log",
+  viewer: "read-only access",
+  worker: "read access; reports as a worker of a job",
+  operator: "starts, stops and restarts tasks, drains machines, registers datasets, verifies checkpoints, edits tags and notes",
+  admin: "full access, including tokens and the audit log",
 };
 
 export function may(session: Session | null, need: Role): boolean {
@@ -27,7 +27,7 @@ export function may(session: Session | null, need: Role): boolean {
 
 /** Why something cannot be done, in a sentence; undefined where it can. */
 export function refusalOf(session: Session | null, need: Role): string | undefined {
-  return session === null || may(session, need) ? undefined : `Needs ${need}: you are signed in as ${session.role}.`;
+  return session === null || may(session, need) ? undefined : `Requires the ${need} role; you are signed in as ${session.role}.`;
 }
 
 export function useRefusal(need: Role | undefined): string | undefined {
@@ -46,7 +46,7 @@ export async function signIn(credential: { token: string } | { code: string }): 
     throw error;
   });
   if (known?.name !== session.name) {
-    throw new ApiError("Signed in, but this browser did not keep the cookie.", { status: 401, code: "no_cookie", hint: "Allow cookies for this address and sign in again." });
+    throw new ApiError("Signed in, but this browser rejected the cookie.", { status: 401, code: "no_cookie", hint: "Allow cookies for this address and sign in again." });
   }
   restart();
 }

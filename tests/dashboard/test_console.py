@@ -232,7 +232,7 @@ def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: B
                 "performance.getEntriesByType('resource').some(r => r.name.includes('/api/incidents'))"
             )
             if path.startswith("/data"):
-                page.see("No run reads it")
+                page.see("No readers yet")
         # Samples of a file that is not there cannot be shown: that is said, and is the only refusal.
         assert [text for text in page.refusals() if "/preview" not in text] == []
 
@@ -243,7 +243,7 @@ def test_a_dataset_is_shown_by_worker_only_where_workers_read_shards(own: Coordi
         worker.register_worker("reader-rank0")
         worker.register_dataset("d", "/data", "parquet", 400, 10)
         page.open("/data?dataset=d")
-        page.see("No run reads it")  # It may; so far it has asked for nothing.
+        page.see("No readers yet")  # It may; so far it has asked for nothing.
         assert page.count(css="[aria-label='Shards by worker']") == 0
         worker.get_shards("d")
         page.see(css="[aria-label='Shards by worker'] [role=listitem]:has-text('rank0')")
@@ -254,7 +254,7 @@ def test_an_unknown_address_shows_a_page(page: Browser) -> None:
     page.see(role="heading", name="Page not found")
     page.see("/no/such/page", css="main *")
     page.until("/^(\\(\\d+\\) )?Page not found · Strata$/.test(document.title)")
-    page.click("link", "Open the overview")
+    page.click("link", "Open overview")
     page.see(role="heading", name="Overview")
 
 
@@ -299,7 +299,7 @@ def test_who_wants_it_is_notified_of_failures_and_stops(own: Coordinator, page: 
     page.allow("notifications")
     page.open("/settings")
     page.click("radio", "On", inside={"role": "radiogroup", "name": "Desktop notifications"})
-    page.see("This browser shows a notification")
+    page.see("This browser notifies")
     page.open("/")
     page.see(role="heading", name="Overview")
     page.until("document.title === 'Strata'")

@@ -111,7 +111,7 @@ def test_a_viewer_is_offered_no_change_and_sees_why(visitor: Browser, guarded: C
     sign_in(visitor, token(guarded, "viewer")["token"], "/tasks?start=1")
     visitor.see(css="header button[aria-disabled=true]", text="Start task")
     why = "document.querySelector('header button[aria-disabled]').title"
-    assert visitor.evaluate(why) == "Needs operator: you are signed in as viewer."
+    assert visitor.evaluate(why) == "Requires the operator role; you are signed in as viewer."
     visitor.evaluate("document.querySelector('header button[aria-disabled]').click()")
     visitor.settle()
     assert visitor.count(role="dialog") == 0
@@ -119,7 +119,7 @@ def test_a_viewer_is_offered_no_change_and_sees_why(visitor: Browser, guarded: C
     visitor.see(css="header button[aria-disabled=true]", text="Register dataset")
     assert visitor.count(role="dialog") == 0
     visitor.open("/settings")
-    visitor.see("viewer: sees everything, changes nothing.")
+    visitor.see("viewer: read-only access.")
     assert visitor.count(role="heading", name="Tokens") == 0
     start = "fetch('/api/tasks', {method: 'POST', body: '{}', headers: {'Content-Type': 'application/json'}})"
     assert visitor.evaluate(f"{start}.then(r => r.status)") == 403
@@ -140,7 +140,7 @@ def test_a_revoked_token_signs_out_and_nothing_stays_on_the_page(
     sign_in(visitor, made["token"], "/settings")
     visitor.see(role="heading", name="Connection")
     assert guarded.call("DELETE", f"/api/tokens/{made['id']}", token=ADMIN)[0] == 204
-    visitor.see("Your sign-in has ended", within_s=10)
+    visitor.see("Your session has ended", within_s=10)
     assert visitor.count(role="heading", name="Connection") == 0
     visitor.fill("Token", ADMIN)
     visitor.press("Enter")
@@ -236,7 +236,7 @@ def test_whoever_started_the_coordinator_is_known_without_signing_in(
     page.open("/settings")
     user = pwd.getpwuid(os.getuid()).pw_name
     page.see(role="link", name=f"Signed in: user {user} (uid {os.getuid()}) admin")
-    page.see("The coordinator knows you without a sign-in.")
+    page.see("This connection needs no sign-in.")
     assert page.count(role="button", name="Sign out") == 0
     page.open("/sign-in")
     page.click("link", "Open the dashboard")

@@ -101,7 +101,7 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
         train(worker, 1, 400)
         train(worker, 2, 40)
         sees(epoch=2, percent=10)
-        page.see("So are the previous 2 epochs.", css="main p")
+        page.see("Same for the previous 2 epochs.", css="main p")
 
 
 def register_a_dataset(page: Browser, file: Path) -> None:

@@ -355,8 +355,8 @@ export class Simulation {
     const failure = { rank, host: worker.ip, pid, gpu: `GPU ${rank % 2}`, at_s: this.now, exit_code: 1, error, oom_killed: false, device_faults: ["NVRM: Xid (PCI:0000:3b:00): 48, Double Bit ECC Error"], last_lines: [], replaced: "", lost: "", left: "" };
     this.incidents = [
       {
-        id: this.incidents.length + 1, run: JOB, launch: "", subject: "run" as const, failure_class: "gpu" as const, rule: "the kernel reports a fault of the GPU", fingerprint: "gpu:xid48", text: what, rank, host: worker.ip, pid,
-        gpu: failure.gpu, decision: "restart", reason: "1 of 3 restarts within an hour", next_step: "Drain the machine and run its diagnostics: double bit errors come back.", state: "open", opened_at: this.now,
+        id: this.incidents.length + 1, run: JOB, launch: "", subject: "run" as const, failure_class: "gpu" as const, rule: "the kernel reports a GPU fault", fingerprint: "gpu:xid48", text: what, rank, host: worker.ip, pid,
+        gpu: failure.gpu, decision: "restart", reason: "1 of 3 restarts within an hour", next_step: "Drain the machine and run its diagnostics: double-bit errors recur.", state: "open", opened_at: this.now,
         closed_at: null, closed_reason: "", phases_s: {}, resumed_step: null, lost_steps: null, lost_s: null, lost_gpu_s: null, failures: [failure],
       },
       ...this.incidents,
@@ -390,7 +390,7 @@ export class Simulation {
     const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
     this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, whoSurvived(recovery), recovery.cause].filter(Boolean).join("; ") });
     this.log("info", reason, `${JOB}-rank0`);
-    this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
+    this.log("info", `data: ${worker} resumes its shards at the position of the checkpoint`, worker);
     this.becomeAll("training");
   }
 

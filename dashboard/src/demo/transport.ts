@@ -96,7 +96,7 @@ function datasetOf(simulation: Simulation, id: string | undefined): Dataset {
 
 function shards(simulation: Simulation, _call: Call, id?: string): unknown {
   const dataset = datasetOf(simulation, id);
-  if (id !== DATASET) throw unknown(`There is no shard plan of dataset '${id}': no worker reads it.`);
+  if (id !== DATASET) throw unknown(`Dataset '${id}' has no shard plan: no worker reads it.`);
   const { plan } = simulation;
   const perShard = plan.done * plan.shardSize;
   return {
@@ -142,7 +142,7 @@ function audit(simulation: Simulation, _call: Call, id?: string): unknown {
 function registerDataset(simulation: Simulation, call: Call): Dataset {
   const body = call.body as { dataset_id: string; path: string; format: string; total_samples?: number; shard_size?: number; shuffle?: boolean; seed?: number };
   if (simulation.datasets.has(body.dataset_id)) {
-    throw new ApiError(`Dataset '${body.dataset_id}' is registered already.`, { status: 409, code: "conflict", hint: "Choose another ID." });
+    throw new ApiError(`Dataset '${body.dataset_id}' is already registered.`, { status: 409, code: "conflict", hint: "Choose another ID." });
   }
   const total = body.total_samples ?? 10_000;
   const size = body.shard_size ?? 10_000;

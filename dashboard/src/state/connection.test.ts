@@ -150,7 +150,7 @@ it("shows nothing and asks nothing once nobody is signed in, and continues when 
   expect(state.session).toMatchObject({ name: "token ci (1)", role: "viewer" });
   coordinator.signedIn = false;
   coordinator.cut();
-  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "Your sign-in has ended: it has expired, or its token was revoked." }));
+  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "Your session has ended: it expired, or its token was revoked." }));
   expect([state.session, state.coordinator, state.workers.size]).toEqual([null, null, 0]);
   const asked = coordinator.asked.length;
   // Longer than the first pauses between two attempts.
@@ -186,7 +186,7 @@ it("asks for nothing that is about the whole cluster when bound to a job, and se
   await connect();
   await until(() => expect(coordinator.asked.length).toBeGreaterThanOrEqual(2));
   expect(new Set(coordinator.asked)).toEqual(new Set(["/api/session"]));
-  expect(state.connection).toMatchObject({ phase: "polling", reason: "Bound to job task-1: polling it every few seconds." });
+  expect(state.connection).toMatchObject({ phase: "polling", reason: "Bound to job task-1: polling every few seconds." });
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
   await coordinator.start();

@@ -115,7 +115,7 @@ class Follower {
     for (let now = session; now.name === session.name; now = await this.ask<Session>("/session")) {
       this.dispatch({
         type: "connection",
-        connection: { phase: "polling", reason: `Bound to job ${session.job_id}: polling it every few seconds.`, hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() },
+        connection: { phase: "polling", reason: `Bound to job ${session.job_id}: polling every few seconds.`, hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() },
       });
       await this.sleep(POLL_MS);
       if (this.ended.signal.aborted) return;

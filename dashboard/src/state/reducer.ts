@@ -69,7 +69,7 @@ export function reduce(state: State, action: Action): State {
 function signedOut(state: State, reason: string): State {
   if (state.connection.phase === "signed_out") return state;
   const { connection, ...empty } = initialState();
-  const why = state.session?.signed_in ? "Your sign-in has ended: it has expired, or its token was revoked." : reason;
+  const why = state.session?.signed_in ? "Your session has ended: it expired, or its token was revoked." : reason;
   return { ...empty, connection: { ...connection, phase: "signed_out", reason: why } };
 }
 

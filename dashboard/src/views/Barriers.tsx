@@ -82,7 +82,7 @@ function Waiting(props: { barrier: Barrier }) {
         </div>
         {barrier.missing.length > 0 ? (
           <div>
-            <p className="mb-1 text-muted">Missing for {age(now - barrier.created_at)}:</p>
+            <p className="mb-1 text-muted">Waiting {age(now - barrier.created_at)} for:</p>
             <ul className="flex flex-col gap-1">
               {barrier.missing.slice(0, MISSING_SHOWN).map((name) => <Missing key={name} name={name} now={now} />)}
             </ul>

@@ -104,7 +104,7 @@ export function Checkpoints() {
 function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () => void }) {
   const { checkpoint } = props;
   return (
-    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint of step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
+    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint at step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
       {checkpoint && (
         <div className="flex flex-col gap-5">
           <div className="flex items-center gap-4"><Status value={checkpoint.status} pill /><Ladder tiers={checkpoint.tiers} status={checkpoint.status} /></div>

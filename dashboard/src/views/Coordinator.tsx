@@ -45,8 +45,8 @@ export function Coordinator() {
       </div>
       <div className="grid gap-4 xl:grid-cols-2">
         <Card title="Requests"><Chart label="Coordinator requests per second over time" sync="coordinator" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={150} /></Card>
-        <Card title="Event loop" hint="how late it is"><Chart label="Lag of the event loop over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "lag", color: "warn", values: of("loop_lag"), fill: true }]} unit="ms" format={(v) => number(v)} height={150} /></Card>
-        <Card title="Memory"><Chart label="Memory of the coordinator over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "resident", color: "accent", values: of("memory"), fill: true }]} format={(v) => bytes(v)} height={150} /></Card>
+        <Card title="Event loop lag"><Chart label="Event loop lag over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "lag", color: "warn", values: of("loop_lag"), fill: true }]} unit="ms" format={(v) => number(v)} height={150} /></Card>
+        <Card title="Memory"><Chart label="Coordinator memory over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "resident", color: "accent", values: of("memory"), fill: true }]} format={(v) => bytes(v)} height={150} /></Card>
         <Card title="Log lines"><Chart label="Log lines per second over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "received", color: "good", values: of("log_lines") }, { label: "dropped", color: "bad", values: of("log_lines_dropped") }]} unit="/s" format={compact} height={150} /></Card>
       </div>
       <Card title="Details">
@@ -57,9 +57,9 @@ export function Coordinator() {
             ["Version", coordinator.version],
             ["Started", <Time key="s" at={coordinator.started_at} />],
             ["Role", coordinator.leader ? "leader" : "standby"],
-            ["Workers known", count(workers.size)],
-            ["Jobs known", count(Object.keys(coordinator.jobs).length)],
-            ["Disk of the journal", storage === null ? "–" : storage.is_full ? `full: ${bytes(storage.free_bytes)} free, needs ${bytes(storage.needed_bytes)}` : `${bytes(storage.free_bytes)} free`],
+            ["Workers", count(workers.size)],
+            ["Jobs", count(Object.keys(coordinator.jobs).length)],
+            ["Journal disk", storage === null ? "–" : storage.is_full ? `full: ${bytes(storage.free_bytes)} free, needs ${bytes(storage.needed_bytes)}` : `${bytes(storage.free_bytes)} free`],
           ]}
         />
       </Card>

@@ -29,7 +29,7 @@ const COLUMNS: readonly Column<Dataset>[] = [
   { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
   { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
   { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "sequential"), width: "180px" },
-  { id: "readers", header: "Read by", value: (dataset) => dataset.readers.length, cell: (dataset) => (dataset.readers.length === 0 ? <span className="text-faint">nobody</span> : <Name>{dataset.readers.join(", ")}</Name>), width: "minmax(7rem, 1fr)" },
+  { id: "readers", header: "Readers", value: (dataset) => dataset.readers.length, cell: (dataset) => (dataset.readers.length === 0 ? <span className="text-faint">none</span> : <Name>{dataset.readers.join(", ")}</Name>), width: "minmax(7rem, 1fr)" },
   { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
   { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Path>{dataset.path}</Path>, width: "minmax(12rem, 3fr)" },
 ];
@@ -128,7 +128,7 @@ function Chosen(props: { dataset: Dataset }) {
       <div className="flex min-w-0 flex-col gap-4">
         <Card title={<span className="foreign">Shards of {dataset.name}</span>}>
           {dataset.readers.length === 0 ? (
-            <Empty icon={Database} title="No run reads it">A run that reads this dataset appears here with its progress.</Empty>
+            <Empty icon={Database} title="No readers yet">Runs that read this dataset appear here with their progress.</Empty>
           ) : plan.isPending ? (
             <Loading rows={8} />
           ) : plan.isError ? (
@@ -192,7 +192,7 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
       title="Samples"
       hint={worker ? "currently read" : "first samples"}
       actions={
-        <Select aria-label="Samples of worker" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
+        <Select aria-label="Worker" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
           <option value="">First samples</option>
           {worker && !choices.includes(worker) && <option value={worker}>{shortName(worker, job)}</option>}
           {choices.map((name) => <option key={name} value={name}>{shortName(name, job)}</option>)}

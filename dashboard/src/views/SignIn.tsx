@@ -47,7 +47,7 @@ export function SignIn() {
         {phase === "signed_out" && !work.isError && <p className="foreign break-words text-muted">{reason}</p>}
         {session && mode === "live" && (
           <p className="text-muted">
-            You are <span className="foreign break-words text-ink">{session.name}</span>, {session.role}. <Link to="/" className="text-accent underline underline-offset-2">Open the dashboard</Link>
+            Signed in as <span className="foreign break-words text-ink">{session.name}</span> ({session.role}). <Link to="/" className="text-accent underline underline-offset-2">Open the dashboard</Link>
           </p>
         )}
       </header>
@@ -62,7 +62,7 @@ export function SignIn() {
           }}
         >
           {work.isError && <ErrorNote error={work.error} />}
-          <Field label="Token" hint="Kept by this browser for 12 hours as a cookie that no script can read.">
+          <Field label="Token" hint="Starts a 12-hour session (HttpOnly cookie)">
             {(ids) => <Input {...ids} type="password" required autoFocus autoCapitalize="off" className="h-10 font-mono" value={token} onChange={(event) => setToken(event.target.value)} />}
           </Field>
           <Button type="submit" look="primary" className="h-10" disabled={work.isPending || waitS > 0}>
@@ -71,9 +71,9 @@ export function SignIn() {
         </form>
       )}
       <p className="border-t pt-4 text-muted">
-        Get a token with <Command>strata token create --role viewer</Command>, or ask an admin for a link that signs you in once: <Command>strata dashboard-link</Command>.
+        Get a token with <Command>strata token create --role viewer</Command>, or ask an admin for a one-time sign-in link: <Command>strata dashboard-link</Command>.
       </p>
-      {mode === "live" && <Button look="ghost" className="-ml-3 self-start" onClick={() => setMode("demo")}>Show simulated data instead</Button>}
+      {mode === "live" && <Button look="ghost" className="-ml-3 self-start" onClick={() => setMode("demo")}>Open demo with simulated data</Button>}
     </div>
   );
 }

@@ -15,7 +15,7 @@ export function Ladder(props: { tiers: readonly string[]; status: CheckpointStat
     return <span className="text-sm text-faint">{props.status === "in_progress" ? "writing" : "–"}</span>;
   }
   return (
-    <span className="inline-flex items-center gap-1 max-sm:flex-wrap" aria-label={`In ${props.tiers.join(", ")}`} role="img">
+    <span className="inline-flex items-center gap-1 max-sm:flex-wrap" aria-label={`Tiers: ${props.tiers.join(", ")}`} role="img">
       {RUNGS.map(([rung, label]) => (
         <span
           key={rung}

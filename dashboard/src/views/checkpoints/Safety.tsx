@@ -24,13 +24,13 @@ export function useSafety(job: string, step?: number) {
 /** One line for each failure. */
 export function RiskList(props: { job: string; name: string }) {
   const found = useSafety(props.job);
-  if (found.data === undefined) return <p className="text-sm text-muted">{found.isError ? "Not known: the coordinator does not say." : "…"}</p>;
+  if (found.data === undefined) return <p className="text-sm text-muted">{found.isError ? "Not available" : "…"}</p>;
   return (
     <ul aria-label={`Work at risk of ${props.name}`} className="mt-1 flex flex-col gap-0.5">
       {found.data.losses.map((each) => (
         <li key={each.domain} className="flex flex-wrap items-baseline justify-between gap-x-3">
           <span className="text-muted">{each.label}</span>
-          <span className={`ml-auto text-right ${each.steps === null ? "text-warn" : "font-medium"}`} title={each.from_step === null ? "It would start from the beginning" : `It would continue at step ${count(each.from_step)}`}>{each.text}</span>
+          <span className={`ml-auto text-right ${each.steps === null ? "text-warn" : "font-medium"}`} title={each.from_step === null ? "Restarts from step 0" : `Resumes at step ${count(each.from_step)}`}>{each.text}</span>
         </li>
       ))}
     </ul>
@@ -47,20 +47,20 @@ export function Where(props: { job: string; step: number }) {
     <section aria-label="Copies" className="flex flex-col gap-2 border-t pt-4">
       <h3 className="font-medium">Copies</h3>
       {copies.length === 0 ? (
-        <p className="text-muted">No copy of step {count(props.step)} is known.</p>
+        <p className="text-muted">No known copies of step {count(props.step)}.</p>
       ) : (
         <ul className="flex flex-col gap-1">
           {copies.map((each) => (
             <li key={`${each.kind} ${each.host} ${each.where} ${each.part}`} className="flex flex-wrap items-baseline gap-x-2">
               <span className="font-medium">{COPIES[each.kind]}</span>
               {each.host && <Name whole={each.host}>{each.host}</Name>}
-              <span className={`ml-auto text-sm ${each.verified === false ? "text-bad" : "text-muted"}`}>{each.verified === null ? "not verified" : each.verified ? "verified" : "damaged"}</span>
+              <span className={`ml-auto text-sm ${each.verified === false ? "text-bad" : "text-muted"}`}>{each.verified === null ? "not verified" : each.verified ? "verified" : "corrupted"}</span>
             </li>
           ))}
         </ul>
       )}
       <p className="text-muted">Survives the loss of: {safe_in.length === 0 ? "nothing" : safe_in.map((each) => SURVIVES[each]).join(", ")}.</p>
-      <p className="text-sm text-muted">If it happened now: {losses.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}.</p>
+      <p className="text-sm text-muted">Lost if it happened now: {losses.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}.</p>
     </section>
   );
 }

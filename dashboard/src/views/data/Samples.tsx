@@ -114,5 +114,5 @@ function Inner(props: { value: Record<string, SampleField> }) {
 }
 
 function Cut(props: { field: SampleField }) {
-  return <span className="text-muted">{plural(props.field.length ?? 0, "entry", "entries")}, too deep to show</span>;
+  return <span className="text-muted">{plural(props.field.length ?? 0, "entry", "entries")}, nested too deeply to show</span>;
 }

@@ -26,7 +26,7 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
     <div className="flex flex-col gap-4">
       <Progress position={position} />
       {!plan.by_shard && (
-        <p className="rounded-md bg-raised px-3 py-2 text-muted">All ranks of <RunLink id={plan.job_id} /> read this dataset together, in one shared order: no shard belongs to a worker.</p>
+        <p className="rounded-md bg-raised px-3 py-2 text-muted">All ranks of <RunLink id={plan.job_id} /> read this dataset in one shared order; shards are not assigned to workers.</p>
       )}
       {plan.by_shard && <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
@@ -50,9 +50,9 @@ function Progress(props: { position: Position }) {
         {passes === null ? (
           <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} trained and checkpointed</span></p>
         ) : (
-          <p><span className="text-lg font-semibold">{number(passes, 3)} ×</span> <span className="text-muted">as many samples trained and checkpointed as its sources hold</span></p>
+          <p><span className="text-lg font-semibold">{number(passes, 3)} passes</span> <span className="text-muted">over its sources trained and checkpointed</span></p>
         )}
-        <p className="text-muted">{passes === null ? `${count(done)} of ${count(total)} samples` : `${count(done)} drawn, of ${count(total)} samples`}</p>
+        <p className="text-muted">{passes === null ? `${count(done)} of ${count(total)} samples` : `${count(done)} drawn from ${count(total)} samples`}</p>
       </div>
       <Meter label={`Progress of epoch ${epoch}`} value={share} />
       {proof && (
@@ -60,7 +60,7 @@ function Progress(props: { position: Position }) {
           {isExact(proof)
             ? `Verified by ${plural(proof.commits, "checkpoint")}: 0 samples lost, 0 repeated.`
             : `${count(proof.lost)} samples lost, ${count(proof.repeated)} repeated.`}
-          {past.length > 0 && past.every(isExact) && ` So ${past.length === 1 ? "is the previous epoch" : `are the previous ${count(past.length)} epochs`}.`}
+          {past.length > 0 && past.every(isExact) && ` Same for the previous ${past.length === 1 ? "epoch" : `${count(past.length)} epochs`}.`}
         </p>
       )}
       {past.filter((each) => !isExact(each)).map((each) => (

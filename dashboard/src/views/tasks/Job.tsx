@@ -36,7 +36,7 @@ export function Job(props: { id: string }) {
           ) : task.data ? (
             <TaskDetails task={task.data} />
           ) : task.error instanceof ApiError && task.error.status === 404 ? (
-            <Empty icon={ListChecks} title="No task has this name">The job was not started as a task, or has been removed.</Empty>
+            <Empty icon={ListChecks} title="Task not found">The job was not started as a task, or it was removed.</Empty>
           ) : (
             <ErrorNote error={task.error} onRetry={() => void task.refetch()} />
           )}

@@ -11,7 +11,7 @@ import { createInterface } from "node:readline";
 import { AxeBuilder } from "@axe-core/playwright";
 import { chromium } from "playwright-core";
 
-const PATIENCE_MS = 45_000;
+const TIMEOUT_MS = 45_000;
 const settings = JSON.parse(process.argv[2] ?? "{}");
 
 const browser = await chromium.launch({
@@ -24,7 +24,7 @@ const context = await browser.newContext({
   acceptDownloads: true,
   reducedMotion: "reduce",
 });
-context.setDefaultTimeout(PATIENCE_MS);
+context.setDefaultTimeout(TIMEOUT_MS);
 await context.addInitScript(() => {
   window.longTasks = [];
   window.violations = [];
@@ -83,8 +83,8 @@ const ops = {
   // All are on their way before the first is acted on: what takes one key after the other in time gets them in time.
   press: ({ keys }) => Promise.all(keys.map((key) => page.keyboard.press(key))).then(() => null),
   settle: () => page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))).then(() => null),
-  see: ({ find, patience_ms }) => place(find).waitFor({ state: "visible", timeout: patience_ms ?? PATIENCE_MS }),
-  miss: ({ find, patience_ms }) => place(find).waitFor({ state: "hidden", timeout: patience_ms ?? PATIENCE_MS }),
+  see: ({ find, timeout_ms }) => place(find).waitFor({ state: "visible", timeout: timeout_ms ?? TIMEOUT_MS }),
+  miss: ({ find, timeout_ms }) => place(find).waitFor({ state: "hidden", timeout: timeout_ms ?? TIMEOUT_MS }),
   count: ({ find }) => place({ ...find, nth: null }).count(),
   text: ({ find }) => place(find).innerText(),
   texts: ({ find }) => place({ ...find, nth: null }).allInnerTexts(),
@@ -92,8 +92,8 @@ const ops = {
   url: () => page.url(),
   evaluate: ({ script }) => page.evaluate(script),
   // Asked from outside: a page that may not evaluate text cannot be asked to wait for an expression itself.
-  until: async ({ script, patience_ms }) => {
-    const endMs = Date.now() + (patience_ms ?? PATIENCE_MS);
+  until: async ({ script, timeout_ms }) => {
+    const endMs = Date.now() + (timeout_ms ?? TIMEOUT_MS);
     while (!(await page.evaluate(script))) {
       if (Date.now() > endMs) throw new Error("it did not become true in time");
       await page.waitForTimeout(50);

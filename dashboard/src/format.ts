@@ -114,7 +114,7 @@ export function clockMs(at: Maybe): string {
 }
 
 /** Unix seconds → "14:03:59" today, "3 Nov 14:03:59" otherwise */
-export function moment(at: Maybe, nowMs: number = Date.now()): string {
+export function timestamp(at: Maybe, nowMs: number = Date.now()): string {
   if (!known(at)) return UNKNOWN;
   const same = DATE.format(at * 1000) === DATE.format(nowMs);
   return same ? clock(at) : `${DATE.format(at * 1000)} ${clock(at)}`;

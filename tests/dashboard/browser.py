@@ -15,7 +15,7 @@ from tests.support_programs import ROOT, program
 import build_dashboard as build_dashboard  # isort: skip  # Beside the table of programs, which makes its folder known.
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
-PATIENCE_S = 45.0
+TIMEOUT_S = 45.0
 VIEWS = (
     "/",
     "/runs",
@@ -125,15 +125,15 @@ class Browser:
         """Wait until what the page has begun to draw, or to scroll to, is there."""
         self._do("settle")
 
-    def see(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
+    def see(self, text: str | None = None, *, within_s: float = TIMEOUT_S, **find: Any) -> None:
         """Wait until it is there to be seen."""
         found = {**find} if text is None else {"text": text, **find}
-        self._do("see", find=found, patience_ms=within_s * 1000)
+        self._do("see", find=found, timeout_ms=within_s * 1000)
 
-    def miss(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
+    def miss(self, text: str | None = None, *, within_s: float = TIMEOUT_S, **find: Any) -> None:
         """Wait until it is gone."""
         found = {**find} if text is None else {"text": text, **find}
-        self._do("miss", find=found, patience_ms=within_s * 1000)
+        self._do("miss", find=found, timeout_ms=within_s * 1000)
 
     def count(self, **find: Any) -> int:
         return int(self._do("count", find=find))
@@ -147,9 +147,9 @@ class Browser:
     def evaluate(self, script: str) -> Any:
         return self._do("evaluate", script=script)
 
-    def until(self, script: str, *, within_s: float = PATIENCE_S) -> None:
+    def until(self, script: str, *, within_s: float = TIMEOUT_S) -> None:
         """Wait until the expression is true on the page."""
-        self._do("until", script=script, patience_ms=within_s * 1000)
+        self._do("until", script=script, timeout_ms=within_s * 1000)
 
     def size(self, width: int, height: int) -> None:
         self._do("size", width=width, height=height)

@@ -304,15 +304,15 @@ def test_who_wants_it_is_notified_of_failures_and_stops(own: Coordinator, page: 
     page.see(role="heading", name="Overview")
     page.until("document.title === 'Strata'")
     page.evaluate(
-        "window.told = []; window.Notification = class extends Notification"
-        " { constructor(title, more) { super(title, more); window.told.push(title); } }"
+        "window.notified = []; window.Notification = class extends Notification"
+        " { constructor(title, more) { super(title, more); window.notified.push(title); } }"
     )
-    task = own.post("/api/tasks", {"name": "told", "type": "training", "config": {"device": "cpu"}})[1][
+    task = own.post("/api/tasks", {"name": "notified", "type": "training", "config": {"device": "cpu"}})[1][
         "task_id"
     ]
-    page.see(css="[aria-label='Run told']")
+    page.see(css="[aria-label='Run notified']")
     own.post(f"/api/tasks/{task}/stop", {})
-    page.until("window.told.includes('told stopped')")
+    page.until("window.notified.includes('notified stopped')")
     page.evaluate("localStorage.setItem('strata.notify', '0')")
 
 

@@ -34,7 +34,7 @@ SPIKE = 1_234
 """A step whose gradient is far above all others."""
 
 
-def rows(first: int, last: int, *, lift: float, began_s: float) -> pb.MetricRows:
+def rows(first: int, last: int, *, lift: float, started_s: float) -> pb.MetricRows:
     steps = np.arange(first, last + 1)
     curves = {
         "accuracy": 1 - np.exp(-steps / 2_000) - lift / 10,
@@ -44,12 +44,12 @@ def rows(first: int, last: int, *, lift: float, began_s: float) -> pb.MetricRows
         "lr": np.full(len(steps), 3e-4),
     }
     values = np.column_stack(list(curves.values())).astype("<f8")
-    return pb.MetricRows(names=curves, steps=steps, times=began_s + steps / 10, values=values.tobytes())
+    return pb.MetricRows(names=curves, steps=steps, times=started_s + steps / 10, values=values.tobytes())
 
 
 def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | None = None) -> None:
     """A run of two starts, where it went back: the second one resumed at an earlier step than the first had reached."""
-    began_s = time.time() - STEPS
+    started_s = time.time() - STEPS
     reached = STEPS if back_to is None else STEPS - 500
     starts = [(1, 0, reached)] if back_to is None else [(1, 0, reached), (2, back_to, STEPS)]
     for generation, resumed, last in starts:
@@ -64,12 +64,12 @@ def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | No
             worker.register_worker(f"{name}-rank0", run_id=f"run-of-{name}", run_generation=generation)
             outbox = MetricOutbox(
                 generation=generation,
-                started_ms=int(began_s * 1000) + generation,
+                started_ms=int(started_s * 1000) + generation,
                 resumed_step=resumed,
                 details=packed(details),
             )
             worker.send_metrics(outbox)
-            outbox.put(rows(resumed + 1, last, lift=lr * 1_000 + generation / 10, began_s=began_s))
+            outbox.put(rows(resumed + 1, last, lift=lr * 1_000 + generation / 10, started_s=started_s))
             for step in (1_000, 2_000):
                 worker.notify_checkpoint(
                     f"{name}-{generation}-{step}", step, 0, f"/c/{step}", 1_000, tiers=["memory", "nvme"]
@@ -221,8 +221,8 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
     page.until(
         "/at step ([0-9,]+), [^,]+ at step ([0-9,]+)/.test(document.querySelector(\"[data-panel='loss'] .sr-only\").textContent)"
     )
-    said = page.text(**panel("loss", ".sr-only"))
-    begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", said))
+    summary = page.text(**panel("loss", ".sr-only"))
+    begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", summary))
     assert first <= begin < end <= last
     page.open("/runs")  # With a page of its own, and what it asks for.
 

@@ -77,8 +77,8 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
 
     def train(worker: TrainingOrchestrator, epoch: int, samples: int) -> None:
         nonlocal commit
-        begun = commit.coverage("rounds", epoch).covered.size
-        trained = RankRecord(dataset="rounds", epoch=epoch, total=400, rank=0).with_span(begun, samples)
+        start = commit.coverage("rounds", epoch).covered.size
+        trained = RankRecord(dataset="rounds", epoch=epoch, total=400, rank=0).with_span(start, samples)
         commit = commit.next([trained], world_size=1)
         step = 1000 * epoch + samples
         worker.notify_checkpoint(f"rounds-{step}", step, epoch, path=f"/ckpt/{step}", data=commit.to_json())
@@ -192,9 +192,9 @@ def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
     page.click("button", "Pause")
     page.see(role="button", name="Resume")
     page.settle()
-    held = page.texts(css="[role=log] [data-row]")
+    before = page.texts(css="[role=log] [data-row]")
     page.until("/\\d+ new/.test(document.querySelector('header')?.parentElement?.textContent ?? '')")
-    assert page.texts(css="[role=log] [data-row]") == held, "what is paused does not change"
+    assert page.texts(css="[role=log] [data-row]") == before, "what is paused does not change"
     saved = folder / "logs.jsonl"
     page.download(saved, "button", "Export")
     lines = [json.loads(line) for line in saved.read_text().splitlines()]

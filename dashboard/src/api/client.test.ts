@@ -15,7 +15,7 @@ afterEach(() => {
 });
 
 /** What a call says when the server answers like this. */
-async function said(answer: (response: ServerResponse) => void): Promise<unknown> {
+async function outcomeOf(answer: (response: ServerResponse) => void): Promise<unknown> {
   server = createServer((_, response) => answer(response));
   await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
   vi.stubEnv("VITE_API_URL", `http://127.0.0.1:${(server.address() as AddressInfo).port}/api`);
@@ -25,7 +25,7 @@ async function said(answer: (response: ServerResponse) => void): Promise<unknown
 }
 
 it("takes a response that breaks off for a lost connection", async () => {
-  const error = await said((response) => {
+  const error = await outcomeOf((response) => {
     response.writeHead(200, { "Content-Type": "application/json", "Content-Length": 100 });
     response.write("[1, 2");
     setTimeout(() => response.destroy(), 20);
@@ -34,20 +34,20 @@ it("takes a response that breaks off for a lost connection", async () => {
 });
 
 it("tells a complete response that is not JSON from that", async () => {
-  const error = await said((response) => response.writeHead(200).end("<html>"));
+  const error = await outcomeOf((response) => response.writeHead(200).end("<html>"));
   expect(error).toMatchObject({ code: "not_json", status: 200 });
 });
 
 it("says what a refusal says", async () => {
-  const error = await said((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
+  const error = await outcomeOf((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
   expect(error).toMatchObject({ code: "invalid", status: 422, message: "No.", hint: "Ask otherwise." });
 });
 
 it("knows how long it is asked to wait", async () => {
-  const error = await said((response) => response.writeHead(429, { "Retry-After": "3" }).end(JSON.stringify({ code: "forbidden", message: "Too many.", hint: "Wait." })));
+  const error = await outcomeOf((response) => response.writeHead(429, { "Retry-After": "3" }).end(JSON.stringify({ code: "forbidden", message: "Too many.", hint: "Wait." })));
   expect(error).toMatchObject({ status: 429, message: "Too many.", retryAfterS: 3 });
 });
 
 it("takes an answer without content for done", async () => {
-  expect(await said((response) => response.writeHead(204).end())).toBeNull();
+  expect(await outcomeOf((response) => response.writeHead(204).end())).toBeNull();
 });

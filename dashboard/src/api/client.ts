@@ -51,12 +51,12 @@ export function withQuery(path: string, query: Call["query"]): string {
   return `${path}?${new URLSearchParams(flat).toString()}`;
 }
 
-const PATIENCE_MS = 30_000;
+const TIMEOUT_MS = 30_000;
 
 export const httpTransport: Transport = async (path, call) => {
-  const patience = AbortSignal.timeout(PATIENCE_MS);
-  const signal = call.signal ? AbortSignal.any([call.signal, patience]) : patience;
-  const lost = (how: string) => unreachable(patience.aborted ? `no response within ${PATIENCE_MS / 1000} s` : how);
+  const timeout = AbortSignal.timeout(TIMEOUT_MS);
+  const signal = call.signal ? AbortSignal.any([call.signal, timeout]) : timeout;
+  const lost = (how: string) => unreachable(timeout.aborted ? `no response within ${TIMEOUT_MS / 1000} s` : how);
   let response: Response;
   try {
     response = await fetch(API_URL + withQuery(path, call.query), {

@@ -17,7 +17,7 @@ export function Card(props: { title?: ReactNode; hint?: ReactNode; actions?: Rea
 }
 
 /** One number that matters, with its unit and what it means. */
-export function Figure(props: { label: string; value: ReactNode; unit?: string; hint?: ReactNode; children?: ReactNode }) {
+export function Stat(props: { label: string; value: ReactNode; unit?: string; hint?: ReactNode; children?: ReactNode }) {
   return (
     <section className="flex min-w-0 flex-col gap-1 rounded-lg border bg-surface px-4 py-3">
       <h2 className="text-sm text-muted">{props.label}</h2>

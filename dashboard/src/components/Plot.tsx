@@ -81,15 +81,15 @@ export function Plot(props: ChartProps) {
         ],
       },
     };
-    const made = new uPlot(options, latest.current, element);
-    plot.current = made;
+    const created = new uPlot(options, latest.current, element);
+    plot.current = created;
     const watcher = new ResizeObserver(() => {
-      if (element.clientWidth > 0) made.setSize({ width: element.clientWidth, height });
+      if (element.clientWidth > 0) created.setSize({ width: element.clientWidth, height });
     });
     watcher.observe(element);
     return () => {
       watcher.disconnect();
-      made.destroy();
+      created.destroy();
       plot.current = null;
     };
     // The plot is rebuilt for another shape or theme only; data goes in below.

@@ -2,14 +2,14 @@
 
 import { Link } from "@tanstack/react-router";
 
-import { ago, age, bytes, duration, fullTime, moment, UNKNOWN } from "../format";
+import { ago, age, bytes, duration, fullTime, timestamp, UNKNOWN } from "../format";
 import { useOnlyJob } from "../session";
 import { useServerNow } from "../state/store";
 
-/** A moment, as the clock shows it. */
+/** A timestamp, as the clock shows it. */
 export function Time(props: { at: number | null | undefined }) {
   if (props.at === null || props.at === undefined) return <span className="text-faint">{UNKNOWN}</span>;
-  return <time dateTime={new Date(props.at * 1000).toISOString()} title={fullTime(props.at)} className="whitespace-nowrap">{moment(props.at)}</time>;
+  return <time dateTime={new Date(props.at * 1000).toISOString()} title={fullTime(props.at)} className="whitespace-nowrap">{timestamp(props.at)}</time>;
 }
 
 /** How long ago a moment was; updates by itself. */
@@ -33,9 +33,9 @@ export function Duration(props: { seconds: number | null | undefined }) {
 }
 
 /** A name somebody else chose: shown as text, cut when long, whole on hover. */
-export function Name(props: { children: string | null | undefined; whole?: string; mono?: boolean }) {
+export function Name(props: { children: string | null | undefined; full?: string; mono?: boolean }) {
   if (!props.children) return <span className="text-faint">{UNKNOWN}</span>;
-  return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.whole ?? props.children}>{props.children}</span>;
+  return <span className={`foreign block truncate ${props.mono ? "font-mono text-sm" : ""}`} title={props.full ?? props.children}>{props.children}</span>;
 }
 
 /** A path: its end tells it from the others. */

@@ -56,11 +56,11 @@ describe("the simulated run", () => {
   it("answers what views ask for, and refuses the rest as a coordinator would", async () => {
     const { simulation } = played(30);
     const ask = transportFor(() => simulation);
-    const made = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };
+    const created = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };
     simulation.advance(START + 40);
-    expect(simulation.tasks.find((task) => task.id === made.task_id)?.status).toBe("running");
-    await ask(`/tasks/${made.task_id}/stop`, { method: "POST" });
-    expect(simulation.tasks.find((task) => task.id === made.task_id)?.status).toBe("stopped");
+    expect(simulation.tasks.find((task) => task.id === created.task_id)?.status).toBe("running");
+    await ask(`/tasks/${created.task_id}/stop`, { method: "POST" });
+    expect(simulation.tasks.find((task) => task.id === created.task_id)?.status).toBe("stopped");
     await expect(ask("/nothing", {})).rejects.toMatchObject({ status: 404 });
   });
 });

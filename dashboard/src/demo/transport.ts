@@ -63,7 +63,7 @@ function unknown(message: string): ApiError {
 function logs(simulation: Simulation, call: Call): LogEntry[] {
   const { level, task_id, worker_id, q, after, limit } = call.query ?? {};
   const least = LEVELS.indexOf(String(level ?? "debug"));
-  const words = String(q ?? "").toLowerCase();
+  const query = String(q ?? "").toLowerCase();
   return simulation.logs
     .filter(
       (entry) =>
@@ -71,7 +71,7 @@ function logs(simulation: Simulation, call: Call): LogEntry[] {
         (!task_id || entry.task_id === task_id) &&
         (!worker_id || entry.worker_id === worker_id) &&
         (!after || entry.id > String(after)) &&
-        entry.message.toLowerCase().includes(words),
+        entry.message.toLowerCase().includes(query),
     )
     .slice(-Number(limit ?? 100))
     .reverse();

@@ -41,7 +41,7 @@ function Body({ onClose }: { onClose: () => void }) {
   const mode = useMode();
   const listId = useId();
   const list = useRef<HTMLUListElement>(null);
-  const [words, setWords] = useState("");
+  const [query, setQuery] = useState("");
   const [at, setAt] = useState(0);
 
   const items = useMemo<Item[]>(() => {
@@ -68,9 +68,9 @@ function Body({ onClose }: { onClose: () => void }) {
   }, [navigate, mode]);
 
   const found = useMemo(() => {
-    const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+    const parts = query.toLowerCase().split(/\s+/).filter(Boolean);
     return items.filter((i) => parts.every((p) => `${i.kind} ${i.label}`.toLowerCase().includes(p))).slice(0, SHOWN);
-  }, [items, words]);
+  }, [items, query]);
 
   const choose = (item: Item | undefined) => {
     if (!item) return;
@@ -91,9 +91,9 @@ function Body({ onClose }: { onClose: () => void }) {
         aria-label="Search views, runs, workers, incidents and datasets"
         placeholder="Search views, runs, workers, incidents, datasets …"
         autoFocus
-        value={words}
+        value={query}
         onChange={(event) => {
-          setWords(event.target.value);
+          setQuery(event.target.value);
           setAt(0);
         }}
         onKeyDown={(event) => {

@@ -217,16 +217,16 @@ function DisconnectedBanner() {
 function ConnectionLamp() {
   const mode = useMode();
   const phase = useStore((s) => s.connection.phase);
-  const [tone, word] =
+  const [tone, label] =
     mode === "demo" ? (["bg-busy", "Demo"] as const)
     : phase === "live" ? (["bg-good", "Live"] as const)
     : phase === "polling" ? (["bg-warn", "Polling"] as const)
     : phase === "connecting" ? (["bg-idle", "Connecting"] as const)
     : (["bg-bad", "Disconnected"] as const);
   return (
-    <Link to="/settings" className="flex h-8 items-center gap-2 rounded-md px-1.5 text-sm text-muted hover:bg-hover hover:text-ink" title={`Connection: ${word}`}>
+    <Link to="/settings" className="flex h-8 items-center gap-2 rounded-md px-1.5 text-sm text-muted hover:bg-hover hover:text-ink" title={`Connection: ${label}`}>
       <span aria-hidden className={`size-2 rounded-full ${tone}`} />
-      <span className="sr-only lg:not-sr-only" aria-live="polite">{word}</span>
+      <span className="sr-only lg:not-sr-only" aria-live="polite">{label}</span>
     </Link>
   );
 }

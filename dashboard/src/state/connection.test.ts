@@ -49,7 +49,7 @@ class Coordinator {
     this.open.clear();
   }
 
-  tell(number: number, kind: string, data: unknown): void {
+  send(number: number, kind: string, data: unknown): void {
     for (const stream of this.open) stream.write(`id: b-${number}\nevent: ${kind}\ndata: ${JSON.stringify(data)}\n\n`);
   }
 
@@ -107,7 +107,7 @@ const isLive = () => until(() => expect([state.connection.phase, coordinator.rea
 it("takes a broken stream up where it ended, without a word to anybody", async () => {
   await isLive();
   expect([...state.workers.keys()]).toEqual(["w0"]);
-  coordinator.tell(41, "metrics", { ...metrics, total_workers: 7 });
+  coordinator.send(41, "metrics", { ...metrics, total_workers: 7 });
   await until(() => expect(state.metrics?.total_workers).toBe(7));
   coordinator.cut();
   await until(() => expect(coordinator.lastIds).toEqual([undefined, "b-41"]));
@@ -118,7 +118,7 @@ it("asks for everything anew when asked to", async () => {
   await isLive();
   const before = coordinator.snapshots;
   coordinator.workers = [worker({ id: "new" })];
-  coordinator.tell(1, "resync", { reason: "the coordinator restarted" });
+  coordinator.send(1, "resync", { reason: "the coordinator restarted" });
   await until(() => expect([...state.workers.keys()]).toEqual(["new"]));
   expect(coordinator.snapshots).toBeGreaterThan(before);
 });
@@ -133,11 +133,11 @@ it("asks again and again where streams do not get through", async () => {
 
 it("says why it is disconnected and when it tries again, keeps the last values, and comes back", async () => {
   await isLive();
-  const beganMs = Date.now();
+  const stoppedMs = Date.now();
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
   expect(state.connection.reason).toMatch(/Cannot reach the coordinator/);
-  expect(state.connection.nextAttemptAtMs).toBeGreaterThan(beganMs);
+  expect(state.connection.nextAttemptAtMs).toBeGreaterThan(stoppedMs);
   expect(state.workers.size).toBe(1);
   await coordinator.start();
   await isLive();

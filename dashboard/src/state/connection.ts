@@ -26,7 +26,7 @@ const SILENCE_MS = 10_000;
 const POLL_MS = 2_000;
 const HIDDEN_POLL_MS = 10_000;
 const STREAM_RETRY_MS = 15_000;
-const SNAPSHOT_PATIENCE_MS = 15_000;
+const SNAPSHOT_TIMEOUT_MS = 15_000;
 const PAST_S = 900;
 const INCIDENTS_WAIT_MS = 150;
 const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpoint_throughput,shard_assignment_time";
@@ -57,7 +57,7 @@ class Follower {
   private workers = 0;
   private asksForIncidents = false;
   /** What is followed now. */
-  private line = new AbortController();
+  private stream = new AbortController();
 
   constructor(private readonly dispatch: (action: Action) => void) {}
 
@@ -68,7 +68,7 @@ class Follower {
 
   /** A call was refused for want of a sign-in: who is asking is asked anew. */
   askAgain(): void {
-    this.line.abort();
+    this.stream.abort();
   }
 
   async run(): Promise<void> {
@@ -102,7 +102,7 @@ class Follower {
   }
 
   private async connect(onOpen: () => void): Promise<void> {
-    this.line = new AbortController();
+    this.stream = new AbortController();
     const session = await this.ask<Session>("/session");
     this.dispatch({ type: "session", session });
     if (session.job_id === null) await this.follow(onOpen);
@@ -124,9 +124,9 @@ class Follower {
 
   /** Follows the stream until it breaks. */
   private async follow(onOpen: () => void): Promise<void> {
-    const { line } = this;
-    const signal = AbortSignal.any([this.ended.signal, line.signal]);
-    let silence = setTimeout(() => line.abort(), SILENCE_MS);
+    const { stream } = this;
+    const signal = AbortSignal.any([this.ended.signal, stream.signal]);
+    let silence = setTimeout(() => stream.abort(), SILENCE_MS);
     try {
       let response: Response;
       try {
@@ -136,7 +136,7 @@ class Follower {
           cache: "no-store",
         });
       } catch {
-        throw unreachable(line.signal.aborted ? `no response within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
+        throw unreachable(stream.signal.aborted ? `no response within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
       }
       if (!response.ok) throw await refusal(response);
       if (!response.body || !response.headers.get("content-type")?.startsWith("text/event-stream")) {
@@ -154,18 +154,18 @@ class Follower {
         try {
           piece = await reader.read();
         } catch {
-          throw unreachable(line.signal.aborted ? `no data for ${SILENCE_MS / 1000} s` : "the event stream was interrupted");
+          throw unreachable(stream.signal.aborted ? `no data for ${SILENCE_MS / 1000} s` : "the event stream was interrupted");
         }
         if (piece.done) return;
         clearTimeout(silence);
-        silence = setTimeout(() => line.abort(), SILENCE_MS);
+        silence = setTimeout(() => stream.abort(), SILENCE_MS);
         const events = parser.push(piece.value);
         this.lastId = parser.lastId;
         if (events.length > 0) this.take(events);
       }
     } finally {
       clearTimeout(silence);
-      line.abort();
+      stream.abort();
     }
   }
 
@@ -191,12 +191,12 @@ class Follower {
   }
 
   private async ask<T>(path: string): Promise<T> {
-    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_PATIENCE_MS)]);
+    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_TIMEOUT_MS)]);
     try {
       return await get<T>(path, undefined, signal);
     } catch (error) {
       if (error instanceof ApiError || this.ended.signal.aborted) throw error;
-      throw unreachable(`no response within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
+      throw unreachable(`no response within ${SNAPSHOT_TIMEOUT_MS / 1000} s`);
     }
   }
 

@@ -1,4 +1,4 @@
-/** Incidents as people read them: which still ask for attention, in which words. Pure. */
+/** Incidents as people read them: which still ask for attention, in which query. Pure. */
 
 import type { Incident } from "../api/types";
 import type { Tone } from "../components/Status";
@@ -75,7 +75,7 @@ export function costOf(incident: Incident): string {
   ].filter(Boolean).join(", ");
 }
 
-/** What became of it, in a few words. */
+/** What became of it, in a few query. */
 export function outcomeOf(incident: Incident, now: number): string {
   if (incident.state === "open") return `open for ${age(now - incident.opened_at)}`;
   const resumed = incident.resumed_step === null ? "" : `, resumed at step ${count(incident.resumed_step)}`;
@@ -90,12 +90,12 @@ export interface IncidentFilter {
 }
 
 export function matching(incidents: readonly Incident[], filter: IncidentFilter): Incident[] {
-  const words = filter.q?.toLowerCase() ?? "";
+  const query = filter.q?.toLowerCase() ?? "";
   return incidents.filter(
     (each) =>
       (!filter.run || each.run === filter.run) &&
       (!filter.class || each.failure_class === filter.class || each.subject === filter.class) &&
       (!filter.state || each.state === filter.state) &&
-      (!words || `${each.id} ${each.run} ${each.text} ${each.reason} ${whoOf(each)} ${each.fingerprint} ${kindOf(each)}`.toLowerCase().includes(words)),
+      (!query || `${each.id} ${each.run} ${each.text} ${each.reason} ${whoOf(each)} ${each.fingerprint} ${kindOf(each)}`.toLowerCase().includes(query)),
   );
 }

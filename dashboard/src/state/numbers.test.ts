@@ -18,8 +18,8 @@ function after(...actions: Action[]): State {
 }
 
 function shot(change: Partial<Snapshot> = {}, at = NOW): Action {
-  const made = snapshot(change);
-  return { type: "snapshot", snapshot: { ...made, coordinator: { ...made.coordinator, server_time: at } }, atMs: at * 1000 };
+  const base = snapshot(change);
+  return { type: "snapshot", snapshot: { ...base, coordinator: { ...base.coordinator, server_time: at } }, atMs: at * 1000 };
 }
 
 let number = 0;

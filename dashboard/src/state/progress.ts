@@ -2,10 +2,10 @@
 
 import type { Run } from "./runs";
 
-/** How many steps it is to make altogether; null where nobody has said. */
+/** How many steps it is to make altogether; null where nobody has reported. */
 export function goalOf(run: Run): number | null {
-  const said = run.workers.map((w) => w.metrics["total_steps"] ?? 0).find((steps) => steps > 0);
-  return run.task?.total_steps ?? said ?? null;
+  const reported = run.workers.map((w) => w.metrics["total_steps"] ?? 0).find((steps) => steps > 0);
+  return run.task?.total_steps ?? reported ?? null;
 }
 
 /** Seconds left; null where that is not known. */

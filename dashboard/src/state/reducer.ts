@@ -110,9 +110,9 @@ function withOlder<T extends { id: string }>(newest: readonly T[], known: readon
 
 /** Of a job that no event is known of, each worker's own joining is. */
 function withGuesses(known: readonly Generation[], workers: readonly Worker[]): readonly Generation[] {
-  const told = new Set(known.map((g) => g.jobId));
+  const reported = new Set(known.map((g) => g.jobId));
   const guesses = workers
-    .filter((w) => !told.has(w.job_id))
+    .filter((w) => !reported.has(w.job_id))
     .map((w): Generation => ({ jobId: w.job_id, number: 0, ordinal: 0, at: w.joined_at, kind: "joined", workerId: w.id, reason: "" }));
   return guesses.length === 0 ? known : [...known, ...guesses].sort(byTime).slice(-LIMITS.generations);
 }
@@ -439,7 +439,7 @@ function addGenerations(known: readonly Generation[], fresh: readonly Generation
   const keys = new Set(known.map(key));
   const news = fresh.filter((g) => !keys.has(key(g)));
   if (news.length === 0) return known;
-  const told = new Set(news.map((g) => g.jobId));
+  const reported = new Set(news.map((g) => g.jobId));
   // What was guessed of a job is known now.
-  return [...known.filter((g) => g.number > 0 || !told.has(g.jobId)), ...news].sort(byTime).slice(-LIMITS.generations);
+  return [...known.filter((g) => g.number > 0 || !reported.has(g.jobId)), ...news].sort(byTime).slice(-LIMITS.generations);
 }

@@ -207,9 +207,9 @@ export function timelineRows(run: Run, generations: readonly Generation[]): Time
   const spansOf = (id: string) => {
     const known = rows.get(id);
     if (known) return known;
-    const made: Span[] = [];
-    rows.set(id, made);
-    return made;
+    const created: Span[] = [];
+    rows.set(id, created);
+    return created;
   };
   for (const worker of run.workers) spansOf(worker.id);
   for (const g of generations) {

@@ -55,10 +55,10 @@ export function useStore<T>(select: (state: State) => T, equal: (a: T, b: T) => 
 
 /** Everything but the log: for views that tell the story, and must not be drawn again for every line. */
 export function useStory(): State {
-  return useStore(whole, sameStory);
+  return useStore(everything, sameStory);
 }
 
-function whole(s: State): State {
+function everything(s: State): State {
   return s;
 }
 

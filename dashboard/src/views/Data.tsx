@@ -21,7 +21,7 @@ import { Register } from "./data/Register";
 import { Samples } from "./data/Samples";
 import { ShardMap } from "./data/ShardMap";
 
-const AGAIN_MS = 5_000;
+const REFETCH_MS = 5_000;
 
 const COLUMNS: readonly Column<Dataset>[] = [
   { id: "id", header: "Dataset", value: (dataset) => dataset.id, cell: (dataset) => <Name>{dataset.name === dataset.id ? dataset.id : `${dataset.name} (${dataset.id})`}</Name>, width: "minmax(10rem, 2fr)" },
@@ -86,7 +86,7 @@ function Chosen(props: { dataset: Dataset }) {
   const audit = useQuery({
     queryKey: ["audit", dataset.id],
     queryFn: ({ signal }) => get<Audit[]>(`${path}/audit`, {}, signal),
-    refetchInterval: 2 * AGAIN_MS,
+    refetchInterval: 2 * REFETCH_MS,
     retry: false,
   });
   // Several runs may read it: the one that was asked about, or the one that has trained on it.
@@ -104,7 +104,7 @@ function Chosen(props: { dataset: Dataset }) {
     },
     // Nobody is asked for the plan of a dataset that nobody reads.
     enabled: !audit.isPending && dataset.readers.length > 0,
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
     placeholderData: (before) => before,
     retry: false,
   });
@@ -182,7 +182,7 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
   const preview = useQuery({
     queryKey: ["preview", dataset.id, worker, limit],
     queryFn: ({ signal }) => get<Preview>(`${path}/preview`, { worker_id: worker, limit }, signal),
-    refetchInterval: worker ? AGAIN_MS : false,
+    refetchInterval: worker ? REFETCH_MS : false,
     placeholderData: (before) => before,
     retry: false,
   });

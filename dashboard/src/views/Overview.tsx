@@ -167,7 +167,7 @@ function SlowRow({ pace, longest }: { pace: Pace; longest: number }) {
   const tone = pace.class === "slowest" ? "bg-bad" : pace.class === "slow" ? "bg-warn" : "bg-good";
   return (
     <Link to="/workers" search={{ worker: worker.id }} data-row className="grid grid-cols-[minmax(0,1fr)_4.5rem] items-center gap-x-3 rounded-md px-1 py-1 hover:bg-hover sm:grid-cols-[minmax(5rem,9rem)_minmax(0,1fr)_12rem]">
-      <Name whole={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
+      <Name full={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
       <span aria-hidden className="col-span-2 row-start-2 flex h-2 overflow-hidden rounded-full bg-hover sm:col-span-1 sm:row-start-auto"><span className={tone} style={{ width: width(ownS) }} /><span className="bg-idle/40" style={{ width: width(waitS) }} /></span>
       <span className="text-right text-sm text-muted">
         <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(ownS)} busy{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>

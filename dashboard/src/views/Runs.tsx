@@ -79,8 +79,8 @@ export function Runs() {
   const state = useStory();
   const logged = useLoggedRuns();
   const rows = useMemo(() => rowsOf(runsOf(state), logged ?? []), [state, logged]);
-  const words = filters["q"]?.toLowerCase() ?? "";
-  const shown = useMemo(() => rows.filter((row) => `${row.name} ${row.id} ${row.tags.join(" ")}`.toLowerCase().includes(words)), [rows, words]);
+  const query = filters["q"]?.toLowerCase() ?? "";
+  const shown = useMemo(() => rows.filter((row) => `${row.name} ${row.id} ${row.tags.join(" ")}`.toLowerCase().includes(query)), [rows, query]);
   const picked = useMemo(() => idsOf(filters["pick"]), [filters]);
   const columns = useMemo(() => columnsFor(picked, (id) => set({ pick: textOf(picked.includes(id) ? picked.filter((p) => p !== id) : [...picked, id]) }, { replace: true })), [picked, set]);
   return (

@@ -93,7 +93,7 @@ function AccessCard() {
 
 function NotificationCard() {
   const state = useNotifying();
-  const says = {
+  const text = {
     on: "This browser notifies when a run fails or a task stops, while a Strata page is open.",
     off: "Get notified when a run fails or a task stops, while a Strata page is open.",
     denied: "Blocked by this browser. Allow notifications for this address in its site settings.",
@@ -103,7 +103,7 @@ function NotificationCard() {
     <Card title="Desktop notifications">
       <div className="flex flex-col gap-3">
         {(state === "on" || state === "off") && <Segmented label="Desktop notifications" value={state} options={[["on", "On"], ["off", "Off"]]} onChange={(next) => void setNotifying(next === "on")} />}
-        <p className="text-muted">{says}</p>
+        <p className="text-muted">{text}</p>
       </div>
     </Card>
   );

@@ -26,7 +26,7 @@ const GRID_MOST = 240;
 
 const COLUMNS: readonly Column<Worker>[] = [
   { id: "rank", header: "Rank", value: rankOf, cell: (w) => count(rankOf(w)), width: "72px", align: "right" },
-  { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name whole={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
+  { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name full={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
   { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.slow ? `slow: ${w.reason}` : w.reason} />, width: "140px" },
   { id: "job", header: "Run", value: (w) => w.job_id, cell: (w) => <Name>{w.job_id}</Name>, width: "minmax(9.75rem, 1fr)" },
   { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },

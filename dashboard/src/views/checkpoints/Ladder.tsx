@@ -10,7 +10,7 @@ const RUNGS = [
 ] as const;
 
 export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
-  const held = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
+  const stored = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
   if (props.tiers.length === 0) {
     return <span className="text-sm text-faint">{props.status === "in_progress" ? "writing" : "–"}</span>;
   }
@@ -19,10 +19,10 @@ export function Ladder(props: { tiers: readonly string[]; status: CheckpointStat
       {RUNGS.map(([rung, label]) => (
         <span
           key={rung}
-          title={held.get(rung) ?? `not in ${label.toLowerCase()}`}
-          className={`rounded-sm px-1.5 py-px text-xs font-medium ${held.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
+          title={stored.get(rung) ?? `not in ${label.toLowerCase()}`}
+          className={`rounded-sm px-1.5 py-px text-xs font-medium ${stored.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
         >
-          {held.has(rung) ? shortName(held.get(rung)!) : label}
+          {stored.has(rung) ? shortName(stored.get(rung)!) : label}
         </span>
       ))}
     </span>

@@ -8,7 +8,7 @@ import { ErrorNote, Loading } from "../../components/states";
 import { Name } from "../../components/values";
 import { count } from "../../format";
 
-const AGAIN_MS = 2_000;
+const REFETCH_MS = 2_000;
 
 const SURVIVES = { process: "its process", machine: "a machine", rack: "a rack", site: "the site" } as const;
 const COPIES = { memory: "Memory", peer: "Peer's memory", disk: "Disk", "network disk": "Network disk", bucket: "Object storage" } as const;
@@ -17,7 +17,7 @@ export function useSafety(job: string, step?: number) {
   return useQuery({
     queryKey: ["safety", job, step ?? null],
     queryFn: ({ signal }) => get<Safety>(`/jobs/${encodeURIComponent(job)}/safety`, step === undefined ? {} : { step }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
   });
 }
 
@@ -53,7 +53,7 @@ export function Where(props: { job: string; step: number }) {
           {copies.map((each) => (
             <li key={`${each.kind} ${each.host} ${each.where} ${each.part}`} className="flex flex-wrap items-baseline gap-x-2">
               <span className="font-medium">{COPIES[each.kind]}</span>
-              {each.host && <Name whole={each.host}>{each.host}</Name>}
+              {each.host && <Name full={each.host}>{each.host}</Name>}
               <span className={`ml-auto text-sm ${each.verified === false ? "text-bad" : "text-muted"}`}>{each.verified === null ? "not verified" : each.verified ? "verified" : "corrupted"}</span>
             </li>
           ))}

@@ -46,10 +46,10 @@ export function merged(fetched: readonly LogEntry[], live: readonly LogEntry[], 
 }
 
 /** A message cut where it matches, so that the matches can be marked. */
-export function splitMatches(message: string, words: string): { text: string; hit: boolean }[] {
+export function splitMatches(message: string, query: string): { text: string; hit: boolean }[] {
   const parts: { text: string; hit: boolean }[] = [];
   const low = message.toLowerCase();
-  const wanted = words.toLowerCase();
+  const wanted = query.toLowerCase();
   // Lower case may be longer than the original (İ): then places do not agree, and nothing is marked.
   if (!wanted || low.length !== message.length) return [{ text: message, hit: false }];
   let from = 0;

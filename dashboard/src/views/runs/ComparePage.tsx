@@ -67,7 +67,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
   const names = useMemo(() => comparable(summaries.data), [summaries.data]);
   const ordered = useMemo(() => orderedNames(names, summaries.data), [names, summaries.data]);
   const chosen = idsInOrder(filters["m"]);
-  const panels = matching(chosen.length > 0 ? chosen : ordered, settings.words).slice(0, PANELS_SHOWN);
+  const panels = matching(chosen.length > 0 ? chosen : ordered, settings.query).slice(0, PANELS_SHOWN);
   const lastStep = Math.max(0, ...summaries.data.flatMap((one) => one?.metrics.map((m) => m.last_step) ?? []));
   const configs = ids.map((id, i) => configOf(infos.data[i], tasks.find((t) => t.id === id) ?? null));
   return (
@@ -100,7 +100,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
           {panels.map((name, i) => <Panel key={name} name={name} runs={runs} settings={settings} change={change} eager={i < EAGER} />)}
         </div>
       )}
-      <FinalValues runs={runs} summaries={summaries.data} names={matching(ordered, settings.words)} />
+      <FinalValues runs={runs} summaries={summaries.data} names={matching(ordered, settings.query)} />
       <Configurations runs={runs} configs={configs} all={filters["config"] === "all"} onAll={(all) => set({ config: all ? "all" : undefined }, { replace: true })} />
     </>
   );

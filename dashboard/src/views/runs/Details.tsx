@@ -158,14 +158,14 @@ function Notes(props: { id: string; info: RunInfo }) {
     },
   });
   const add = () => {
-    const made = tag.trim();
-    if (made && !info.tags.includes(made)) work.mutate({ tags: [...info.tags, made] });
+    const created = tag.trim();
+    if (created && !info.tags.includes(created)) work.mutate({ tags: [...info.tags, created] });
     setTag("");
   };
   return (
     <Card title="Notes">
       <div className="flex flex-col gap-3">
-        <Tags tags={info.tags} {...(refusal === undefined ? { onRemove: (gone) => work.mutate({ tags: info.tags.filter((t) => t !== gone) }) } : {})} />
+        <Tags tags={info.tags} {...(refusal === undefined ? { onRemove: (removed) => work.mutate({ tags: info.tags.filter((t) => t !== removed) }) } : {})} />
         <form className="flex gap-2" onSubmit={(event) => { event.preventDefault(); add(); }}>
           <Input aria-label="New tag" placeholder="Add a tag" maxLength={64} className="w-44" value={tag} disabled={refusal !== undefined} title={refusal} onChange={(event) => setTag(event.target.value)} />
           <Button needs="operator" type="submit" disabled={tag.trim() === "" || work.isPending}>Add tag</Button>

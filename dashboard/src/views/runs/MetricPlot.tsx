@@ -56,7 +56,7 @@ const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 
 /** Shows a range from the points that are there, past React: none of the panels is rendered before all of them are drawn. */
-const showers = new WeakMap<uPlot, (range: readonly [number, number], steps: Zoom) => void>();
+const rangeSetters = new WeakMap<uPlot, (range: readonly [number, number], steps: Zoom) => void>();
 
 export default function MetricPlot(props: PlotProps) {
   const { lines, marks, axis, log, range, height } = props;
@@ -65,8 +65,8 @@ export default function MetricPlot(props: PlotProps) {
   const live = useRef(props);
   live.current = props;
   // What is shown already while the page has not followed yet, and which range it is to leave.
-  const early = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
-  if (early.current && String(early.current.before) !== String(range)) early.current = null;
+  const pending = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
+  if (pending.current && String(pending.current.before) !== String(range)) pending.current = null;
   const theme = useThemeVersion();
 
   // Each line has a band of what its points stand for, itself and, over it, what it is smoothed to.
@@ -79,27 +79,27 @@ export default function MetricPlot(props: PlotProps) {
   useEffect(() => {
     const element = host.current;
     if (!element) return;
-    const made = new uPlot(optionsFor(latest.current.columns, live, () => early.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
-    plot.current = made;
-    showers.set(made, (chosen, steps) => {
-      early.current = { range: chosen, before: live.current.range };
+    const created = new uPlot(optionsFor(latest.current.columns, live, () => pending.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
+    plot.current = created;
+    rangeSetters.set(created, (chosen, steps) => {
+      pending.current = { range: chosen, before: live.current.range };
       const finer = live.current.finer(steps)?.flatMap(columnsOf);
       // Of another shape it would be another plot.
-      if (finer && shapeOf(finer) === shape) made.setData(aligned(finer) as unknown as uPlot.AlignedData);
-      else made.setScale("x", { min: chosen[0], max: chosen[1] });
-      countPoints(element, made);
+      if (finer && shapeOf(finer) === shape) created.setData(aligned(finer) as unknown as uPlot.AlignedData);
+      else created.setScale("x", { min: chosen[0], max: chosen[1] });
+      countPoints(element, created);
     });
-    countPoints(element, made);
-    live.current.onCanvas(made.ctx.canvas);
+    countPoints(element, created);
+    live.current.onCanvas(created.ctx.canvas);
     const watcher = new ResizeObserver(() => {
-      if (element.clientWidth > 0 && element.clientWidth !== made.width) made.setSize({ width: element.clientWidth, height });
+      if (element.clientWidth > 0 && element.clientWidth !== created.width) created.setSize({ width: element.clientWidth, height });
     });
     watcher.observe(element);
     return () => {
       watcher.disconnect();
       live.current.onCanvas(null);
       live.current.onCursor(null, []);
-      made.destroy();
+      created.destroy();
       plot.current = null;
     };
     // Rebuilt for another shape, scale or theme only; data goes in below.
@@ -202,7 +202,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, ra
           const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + chosen, "x")];
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
           const steps = live.current.onZoom(from, to);
-          if (steps) for (const each of uPlot.sync(sync).plots) showers.get(each)?.([from, to], steps);
+          if (steps) for (const each of uPlot.sync(sync).plots) rangeSetters.get(each)?.([from, to], steps);
         },
       ],
       drawAxes: [(u) => drawMarks(u, live.current.marks)],

@@ -10,7 +10,7 @@ import { Dialog } from "../../components/Dialog";
 import { Menu, type MenuItem } from "../../components/Menu";
 import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
-import { bytes, count, duration, moment, number, plural } from "../../format";
+import { bytes, count, duration, timestamp, number, plural } from "../../format";
 import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark, type Zoom } from "./curves";
 import { fanOf, isHistogram, label, PERCENTS, shapeOf, type Spread } from "./histograms";
 import { finerOf, lookAhead, useCurves, useFullCurve } from "./metrics";
@@ -153,7 +153,7 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
         </span>
       </header>
       {failure !== null && <ErrorNote error={failure} onRetry={() => void saveCsv()} />}
-      <Body {...props} height={props.height ?? HEIGHT} enabled={inView} onCanvas={(made) => { canvas.current = made; }} />
+      <Body {...props} height={props.height ?? HEIGHT} enabled={inView} onCanvas={(created) => { canvas.current = created; }} />
       {isWide && (
         <Dialog open wide="most" onClose={() => setWide(false)} title={label(name)} description={props.runs.map((r) => r.label).join(", ")}>
           <Body {...props} height={Math.max(240, Math.round(window.innerHeight * 0.55))} enabled points={2 * POINTS} onCanvas={() => undefined} />
@@ -349,14 +349,14 @@ function placeText(heads: Drawn["heads"], x: number, axis: Axis): string {
 }
 
 function axisText(x: number, axis: Axis): string {
-  return axis === "step" ? `step ${count(x)}` : axis === "wall" ? moment(x) : duration(x);
+  return axis === "step" ? `step ${count(x)}` : axis === "wall" ? timestamp(x) : duration(x);
 }
 
 /** The same for whoever cannot see the picture. */
 function summary(name: string, runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[], marks: readonly PlotMark[]): string {
   const failures = marks.filter((mark) => mark.kind === "incident").length;
-  const said = marks.length === 0 ? "" : ` Markers: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
-  const told = runs
+  const markers = marks.length === 0 ? "" : ` Markers: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
+  const text = runs
     .map((run, i) => {
       const { steps, values } = curves[i]?.committed ?? NO_CURVE;
       const finite = values.filter((v) => v !== null);
@@ -365,7 +365,7 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
       return `${isHistogram(name) ? `Median of ${label(name)}` : name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.${branches > 0 ? ` ${plural(branches, "abandoned branch", "abandoned branches")}.` : ""}`;
     })
     .join(" ");
-  return told + said;
+  return text + markers;
 }
 
 /** When the browser has shown what is drawn now. */
@@ -392,13 +392,13 @@ function useInView(frame: { current: HTMLElement | null }, eager: boolean): read
 function picture(plot: HTMLCanvasElement, name: string, runs: readonly PanelRun[]): HTMLCanvasElement {
   const ratio = devicePixelRatio;
   const head = (26 + 18 * runs.length) * ratio;
-  const made = document.createElement("canvas");
-  made.width = plot.width + 16 * ratio;
-  made.height = plot.height + head + 8 * ratio;
-  const ctx = made.getContext("2d");
-  if (!ctx) return made;
+  const created = document.createElement("canvas");
+  created.width = plot.width + 16 * ratio;
+  created.height = plot.height + head + 8 * ratio;
+  const ctx = created.getContext("2d");
+  if (!ctx) return created;
   ctx.fillStyle = colorOf("surface");
-  ctx.fillRect(0, 0, made.width, made.height);
+  ctx.fillRect(0, 0, created.width, created.height);
   ctx.fillStyle = colorOf("ink");
   ctx.font = `600 ${13 * ratio}px ui-sans-serif, system-ui, sans-serif`;
   ctx.fillText(name, 12 * ratio, 19 * ratio);
@@ -416,5 +416,5 @@ function picture(plot: HTMLCanvasElement, name: string, runs: readonly PanelRun[
     ctx.fillText(run.label, 34 * ratio, y);
   });
   ctx.drawImage(plot, 8 * ratio, head);
-  return made;
+  return created;
 }

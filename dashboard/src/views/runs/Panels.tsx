@@ -26,7 +26,7 @@ export function Toolbar(props: { settings: Settings; change: Change; lastStep: n
     <div className="z-20 -mx-1 flex flex-wrap items-center gap-x-3.5 gap-y-2 border-b bg-bg px-1 py-2 md:sticky md:top-0" role="group" aria-label="Chart settings">
       <label className="relative min-w-0 flex-1 md:flex-none">
         <SearchIcon aria-hidden className="pointer-events-none absolute top-2 left-2.5 size-4 text-faint" />
-        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-full pl-8 md:w-40" value={settings.words} onChange={(event) => change({ words: event.target.value })} />
+        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-full pl-8 md:w-40" value={settings.query} onChange={(event) => change({ query: event.target.value })} />
       </label>
       <IconButton label="Chart settings" aria-expanded={open} className="border md:hidden" onClick={() => setOpen(!open)}><SlidersHorizontal aria-hidden className="size-4" /></IconButton>
       <div className={`${open ? "flex" : "hidden"} order-last w-full flex-wrap items-center gap-x-3.5 gap-y-2 md:order-none md:contents`}>
@@ -136,7 +136,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
   const names = useMemo(() => metrics.map((m) => m.name), [metrics]);
   const bad = useMemo(() => new Map(metrics.map((m) => [m.name, m.nonfinite])), [metrics]);
   const all = useMemo(() => panelsOf(names, layout), [names, layout]);
-  const shown = useMemo(() => matching(all, settings.words), [all, settings.words]);
+  const shown = useMemo(() => matching(all, settings.query), [all, settings.query]);
   const runs = useMemo(() => [run], [run]);
   const lastStep = Math.max(0, ...metrics.map((m) => m.last_step));
   const left = names.filter((name) => !all.includes(name));
@@ -173,7 +173,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
       {pinned.length > 0 && <section aria-label="Pinned" className="flex flex-col gap-2"><h2 className="text-sm font-medium text-muted">Pinned</h2>{grid(pinned, 0)}</section>}
       {pinned.length > 0 && others.length > 0 && <h2 className="text-sm font-medium text-muted">All</h2>}
       {others.length > 0 && grid(others, pinned.length)}
-      {shown.length === 0 && <Empty title={all.length === 0 ? "No panels" : "No matching panels"} action={all.length === 0 ? <Button onClick={() => setAdding(true)}>Add panels</Button> : <Button onClick={() => change({ words: "" })}>Clear filter</Button>} />}
+      {shown.length === 0 && <Empty title={all.length === 0 ? "No panels" : "No matching panels"} action={all.length === 0 ? <Button onClick={() => setAdding(true)}>Add panels</Button> : <Button onClick={() => change({ query: "" })}>Clear filter</Button>} />}
       <Chooser open={adding} onClose={() => setAdding(false)} names={names} shown={all} left={left} kept={kept} />
     </div>
   );
@@ -182,8 +182,8 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
 /** Every metric of the run, with or without its panel. */
 function Chooser(props: { open: boolean; onClose: () => void; names: readonly string[]; shown: readonly string[]; left: readonly string[]; kept: Kept }) {
   const { kept } = props;
-  const [words, setWords] = useState("");
-  const found = matching(usualOrder(props.names), words);
+  const [query, setQuery] = useState("");
+  const found = matching(usualOrder(props.names), query);
   const visible = new Set(props.shown);
   return (
     <Dialog
@@ -200,7 +200,7 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
       }
     >
       <div className="flex flex-col gap-3">
-        <Input type="search" aria-label="Search metrics" placeholder="Search metrics" value={words} onChange={(event) => setWords(event.target.value)} />
+        <Input type="search" aria-label="Search metrics" placeholder="Search metrics" value={query} onChange={(event) => setQuery(event.target.value)} />
         <ul className="max-h-[50vh] overflow-y-auto" aria-label="Metrics" tabIndex={0}>
           {found.slice(0, NAMES_SHOWN).map((name) => (
             <li key={name}>

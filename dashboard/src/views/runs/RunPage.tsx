@@ -5,7 +5,7 @@ import { Activity, ArrowLeft, GitCompareArrows } from "lucide-react";
 import { useEffect, useMemo } from "react";
 
 import type { RunMetrics } from "../../api/types";
-import { Card, Figure } from "../../components/Card";
+import { Card, Stat } from "../../components/Card";
 import { Chart } from "../../components/Chart";
 import { Button, Segmented } from "../../components/controls";
 import { CopyButton } from "../../components/Copy";
@@ -190,12 +190,12 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
   return (
     <>
       <div className="grid grid-cols-2 gap-4 sm:grid-cols-3 xl:grid-cols-6">
-        <Figure label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
-        <Figure label="Loss" value={number(run.loss, 4)} />
-        <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
-        <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
-        <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
-        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
+        <Stat label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
+        <Stat label="Loss" value={number(run.loss, 4)} />
+        <Stat label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
+        <Stat label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
+        <Stat label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
+        <Stat label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <RunDrains run={run} />
       {logs && <PinnedPanels run={shown} metrics={metrics} kept={kept} />}

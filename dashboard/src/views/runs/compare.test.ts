@@ -20,8 +20,8 @@ describe("an address", () => {
   });
 
   it("holds how charts are drawn, and nonsense is the default", () => {
-    expect(settingsOf({ x: "wall", log: "1", smooth: "0.6", marks: "0", zoom: "3-9", q: "loss" })).toEqual({ axis: "wall", log: true, smooth: 0.6, marks: false, zoom: [3, 9], words: "loss" });
-    expect(settingsOf({ x: "y", smooth: "7", zoom: "9-3" })).toEqual({ axis: "step", log: false, smooth: 0, marks: true, zoom: null, words: "" });
+    expect(settingsOf({ x: "wall", log: "1", smooth: "0.6", marks: "0", zoom: "3-9", q: "loss" })).toEqual({ axis: "wall", log: true, smooth: 0.6, marks: false, zoom: [3, 9], query: "loss" });
+    expect(settingsOf({ x: "y", smooth: "7", zoom: "9-3" })).toEqual({ axis: "step", log: false, smooth: 0, marks: true, zoom: null, query: "" });
     expect(matching(["eval/loss", "loss", "lr"], "LOSS ev")).toEqual(["eval/loss"]);
   });
 });

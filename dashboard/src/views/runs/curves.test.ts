@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import type { Checkpoint, Curve, Incident } from "../../api/types";
 import { aligned, csvOf, curvesCsv, lastOf, marksOf, nearest, originOf, parseZoom, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt } from "./curves";
 
-const curve = (steps: number[], values: (number | null)[], began = 100): Curve => ({ steps, times: steps.map((s) => began + s), values, low: [], high: [] });
+const curve = (steps: number[], values: (number | null)[], start = 100): Curve => ({ steps, times: steps.map((s) => start + s), values, low: [], high: [] });
 
 describe("points", () => {
   it("are by step, by time, or by time since the run began", () => {

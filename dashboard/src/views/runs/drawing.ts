@@ -16,7 +16,7 @@ const BOTTOM = 24;
 /** However many workers there are, they are seen all at once. */
 const ROWS_MOST = 440;
 /** Of a thousand workers, the one that is lost must be seen too. */
-const GONE_LEAST = 2;
+const LOST_MIN_PX = 2;
 const RUNG_W = 9;
 const RUNG_H = 8;
 const RUNG = RUNG_H + 3;
@@ -205,7 +205,7 @@ function drawSpan(ctx: CanvasRenderingContext2D, layout: Layout, span: Span, row
   if (to <= GUTTER || from > layout.width) return;
   const isUp = span.kind === "up";
   const y = layout.rowsTop + row * rowHeight + pad;
-  const h = Math.max(isUp ? 0 : GONE_LEAST, rowHeight - 2 * pad);
+  const h = Math.max(isUp ? 0 : LOST_MIN_PX, rowHeight - 2 * pad);
   const w = Math.max(1.5, to - from);
   ctx.fillStyle = colorOf(isUp ? "good" : "bad");
   ctx.globalAlpha = isUp ? 0.28 : h < 4 ? 0.7 : 0.16;

@@ -18,13 +18,13 @@ export const partsOf = (name: string) => PERCENTS.map((percent) => `${name}q${pe
 export function folded(metrics: readonly MetricSummary[]): MetricSummary[] {
   const known = new Map(metrics.map((m) => [m.name, m]));
   const stems = metrics.filter((m) => m.name.endsWith(`${MARK}q0`)).map((m) => m.name.slice(0, -2));
-  const whole = stems.filter((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)].every((part) => known.has(part)));
-  const taken = new Set(whole.flatMap((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)]));
-  const made = whole.flatMap((stem): MetricSummary[] => {
+  const complete = stems.filter((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)].every((part) => known.has(part)));
+  const taken = new Set(complete.flatMap((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)]));
+  const merged = complete.flatMap((stem): MetricSummary[] => {
     const [median, low, high] = [known.get(`${stem}q50`), known.get(`${stem}q0`), known.get(`${stem}q100`)];
     return median ? [{ ...median, name: stem, min: low?.min ?? null, max: high?.max ?? null }] : [];
   });
-  return [...metrics.filter((m) => !taken.has(m.name)), ...made];
+  return [...metrics.filter((m) => !taken.has(m.name)), ...merged];
 }
 
 export interface Spread extends MetricCurves {

@@ -12,7 +12,7 @@ import { NO_CURVE, within, type Zoom } from "./curves";
 import { folded, isHistogram, partsOf, spreadOf, type Spread } from "./histograms";
 import { useStore } from "../../state/store";
 
-const AGAIN_MS = 5_000;
+const REFETCH_MS = 5_000;
 const GATHER_MS = 0;
 /** Of one request: the first panels need not wait for the last ones. */
 const NAMES_AT_ONCE = 10;
@@ -32,7 +32,7 @@ const RUNS_LISTED = 500;
 /** Runs that have logged something, the latest first. */
 export function useLoggedRuns(): readonly LoggedRun[] | undefined {
   const isBound = useStore((state) => state.session?.job_id != null); // The list is that of the whole cluster.
-  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: AGAIN_MS, enabled: !isBound }).data;
+  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: REFETCH_MS, enabled: !isBound }).data;
 }
 
 /** Whether a run, or a job's latest, has logged something; undefined while that is not known. Who asks for one that has not is refused. */
@@ -45,7 +45,7 @@ export function metricsQuery(run: string, live: boolean) {
   return {
     queryKey: ["run", run, "metrics"] as const,
     queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunMetrics>(`${path(run)}/metrics`, undefined, signal).then((found) => ({ ...found, metrics: folded(found.metrics) }))),
-    refetchInterval: live ? AGAIN_MS : (false as const),
+    refetchInterval: live ? REFETCH_MS : (false as const),
   };
 }
 
@@ -53,7 +53,7 @@ export function infoQuery(run: string) {
   return {
     queryKey: ["run", run, "info"] as const,
     queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunInfo>(path(run), undefined, signal)),
-    refetchInterval: AGAIN_MS * 3,
+    refetchInterval: REFETCH_MS * 3,
   };
 }
 
@@ -72,7 +72,7 @@ const NOT_LOGGED = { data: null, error: null };
 
 /** Newest first. */
 export function useIncidents(job: string | null): readonly Incident[] {
-  const { data } = useQuery({ queryKey: ["incidents", job], queryFn: ({ signal }) => get<Incident[]>("/incidents", { run: job }, signal), refetchInterval: AGAIN_MS, enabled: job !== null });
+  const { data } = useQuery({ queryKey: ["incidents", job], queryFn: ({ signal }) => get<Incident[]>("/incidents", { run: job }, signal), refetchInterval: REFETCH_MS, enabled: job !== null });
   return data ?? NONE;
 }
 
@@ -99,16 +99,16 @@ async function numberOf(run: string, name: string, zoom: Zoom | null, points: nu
   let request = gathering.get(key);
   if (!request || request.names.length >= NAMES_AT_ONCE) {
     const names: string[] = [];
-    const made: Request = {
+    const created: Request = {
       names,
       answer: new Promise((resolve) => setTimeout(resolve, GATHER_MS)).then(async () => {
-        if (gathering.get(key) === made) gathering.delete(key);
+        if (gathering.get(key) === created) gathering.delete(key);
         const found = await get<RunCurves>(`${path(run)}/metrics/series`, { name: names, points, from: zoom?.[0], to: zoom?.[1] });
         return new Map(found.series.map((each) => [each.name, each]));
       }),
     };
-    request = made;
-    gathering.set(key, made);
+    request = created;
+    gathering.set(key, created);
   }
   if (!request.names.includes(name)) request.names.push(name);
   const found = (await request.answer).get(name);
@@ -126,7 +126,7 @@ export function useCurves(runs: readonly { id: string; live: boolean }[], name: 
     queries: runs.map((run) => ({
       ...curveQuery(run.id, name, ask.zoom, ask.points),
       enabled: ask.enabled,
-      refetchInterval: run.live ? AGAIN_MS : (false as const),
+      refetchInterval: run.live ? REFETCH_MS : (false as const),
       staleTime: run.live ? 2_000 : 60_000,
       gcTime: 60_000,
       placeholderData: (previous: Spread | undefined) => finerOf(run.id, name, ask.zoom, ask.points) ?? previous ?? seen.current.get(run.id),

@@ -14,14 +14,14 @@ import { GoodputBar } from "../runs/GoodputBar";
 import { useGoodput } from "../runs/history";
 import { TaskDetails } from "../Tasks";
 
-const AGAIN_MS = 3_000;
+const REFETCH_MS = 3_000;
 
 export function Job(props: { id: string }) {
   const { id } = props;
   const task = useQuery({
     queryKey: ["task", id],
     queryFn: ({ signal }) => get<Task>(`/tasks/${encodeURIComponent(id)}`, {}, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
   });
   const goodput = useGoodput(id);
   return (

@@ -93,7 +93,7 @@ function fieldOf(schema: JsonSchema, path: string[], required: boolean): FormFie
     choices.length > 0 ? "choice" : type === "integer" || type === "number" || type === "boolean" ? type : type === "string" ? "text" : "json";
   return {
     path,
-    label: schema.title ?? words(path.at(-1) ?? ""),
+    label: schema.title ?? titleOf(path.at(-1) ?? ""),
     hint: schema.description ?? "",
     kind,
     required,
@@ -111,7 +111,7 @@ function initialOf(value: unknown, kind: FormField["kind"]): string {
   return kind === "json" ? JSON.stringify(value) : String(value);
 }
 
-function words(name: string): string {
+function titleOf(name: string): string {
   const text = name.replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

@@ -15,9 +15,9 @@ import { age, plural } from "../../format";
 import { useOnlyJob } from "../../session";
 import type { Run } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
-import { inWords, machinesOf, type Machine } from "./machines";
+import { drainText, machinesOf, type Machine } from "./machines";
 
-const AGAIN_MS = 1_000;
+const REFETCH_MS = 1_000;
 const QUIET_MS = 5_000;
 const WITHIN_S = 120;
 const NONE: Drain[] = [];
@@ -26,7 +26,7 @@ const REFUSED = "cannot rejoin until the drain is cancelled";
 /** Of all machines; nothing is asked for by whoever sees one job alone. */
 function useDrains(asks = true): Drain[] {
   const enabled = useOnlyJob() === null && asks;
-  return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? AGAIN_MS : QUIET_MS), retry: false }).data ?? NONE;
+  return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? REFETCH_MS : QUIET_MS), retry: false }).data ?? NONE;
 }
 
 /** How a drain is asked for: what happens, which machines, and until when. */
@@ -108,7 +108,7 @@ function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => 
           </label>
         ))}
       </fieldset>
-      <p aria-live="polite">{chosen.length === 0 ? "Select at least one machine." : `${inWords(props.run.name, chosen, props.machines)} Their agents ${REFUSED}.`}</p>
+      <p aria-live="polite">{chosen.length === 0 ? "Select at least one machine." : `${drainText(props.run.name, chosen, props.machines)} Their agents ${REFUSED}.`}</p>
     </AskDrain>
   );
 }

@@ -80,7 +80,7 @@ function Section(props: { title: string; action?: ReactNode; children: ReactNode
 }
 
 const HISTORY_S = 3_600;
-const AGAIN_MS = 15_000;
+const REFETCH_MS = 15_000;
 
 /** What it used, as the coordinator remembers it: GPUs where it has any, and its steps beside its waiting. */
 function WorkerHistory({ worker }: { worker: Worker }) {
@@ -88,7 +88,7 @@ function WorkerHistory({ worker }: { worker: Worker }) {
   const { data } = useQuery({
     queryKey: ["history", "worker", worker.id],
     queryFn: ({ signal }) => get<History>("/metrics/history", { worker_id: worker.id, job_id: worker.job_id }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
     retry: false,
   });
   const of = (name: string) => data?.series[name]?.values ?? [];

@@ -24,8 +24,8 @@ export function matches(worker: Worker, filter: WorkerFilter): boolean {
   if (filter.status && worker.status !== filter.status) return false;
   if (filter.job && worker.job_id !== filter.job) return false;
   if (!filter.q) return true;
-  const words = filter.q.toLowerCase();
-  return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(words));
+  const query = filter.q.toLowerCase();
+  return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(query));
 }
 
 /** By run, then name: a place that stays when a worker fails and loses its rank. */

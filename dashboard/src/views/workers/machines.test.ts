@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 
 import type { Drain, Worker } from "../../api/types";
-import { inWords, machinesOf } from "./machines";
+import { drainText, machinesOf } from "./machines";
 
 const worker = (job: string, ip: string, status = "training") => ({ job_id: job, ip, status }) as Worker;
 const WORKERS = [worker("a", "node-10"), worker("a", "node-2"), worker("a", "node-2"), worker("b", "node-2"), worker("a", "node-3", "failed"), worker("a", "node-4"), worker("a", "node-5")];
@@ -22,6 +22,6 @@ test("a machine can be drained where an agent of it is connected and nobody has 
 
 test("what is said follows from who stays", () => {
   const [two, ten] = machinesOf("a", [...WORKERS.slice(0, 4)], AGENTS, []);
-  expect(inWords("run", [ten!], [two!, ten!])).toBe("run saves, 1 worker leaves, and it continues on node-2 or with a standby machine.");
-  expect(inWords("run", [two!, ten!], [two!, ten!])).toBe("All machines of run are drained: it saves and ends, unless a standby machine takes over. Workers of b on the same machines leave too.");
+  expect(drainText("run", [ten!], [two!, ten!])).toBe("run saves, 1 worker leaves, and it continues on node-2 or with a standby machine.");
+  expect(drainText("run", [two!, ten!], [two!, ten!])).toBe("All machines of run are drained: it saves and ends, unless a standby machine takes over. Workers of b on the same machines leave too.");
 });

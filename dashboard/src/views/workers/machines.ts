@@ -32,7 +32,7 @@ export function machinesOf(run: string, workers: readonly Worker[], agents: read
 }
 
 /** What happens to the run, and to others on the same machines. */
-export function inWords(run: string, chosen: readonly Machine[], all: readonly Machine[]): string {
+export function drainText(run: string, chosen: readonly Machine[], all: readonly Machine[]): string {
   const stay = all.filter((one) => !one.isDrained && !chosen.includes(one));
   const workers = chosen.reduce((sum, one) => sum + one.workers, 0);
   const leaving = `${plural(workers, "worker")} ${workers === 1 ? "leaves" : "leave"}`;

@@ -1,4 +1,4 @@
-/** What happened, newest first, in sentences. Saves that went as they should are one line; failures are red and stay. */
+/** Events, newest first. Successful checkpoints are folded into one line; failures are red and stay. */
 
 import { Link } from "@tanstack/react-router";
 import { CircleAlert, CircleCheck, CircleX, Dot, type LucideIcon } from "lucide-react";

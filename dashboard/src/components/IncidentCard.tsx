@@ -1,4 +1,4 @@
-/** A failure that somebody should know of: what, who first, why, what to do. It stays until it is dismissed. */
+/** A failure: what, which rank first, why, and the next step. It stays until it is dismissed. */
 
 import { Link } from "@tanstack/react-router";
 import { OctagonAlert, TriangleAlert, X } from "lucide-react";
@@ -44,7 +44,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
   );
 }
 
-/** What to do, with its commands as such. */
+/** The next step, with commands as code. */
 export function Advice({ text }: { text: string }) {
   return text.split("`").map((part, i) => (i % 2 === 1 ? <code key={i} className="font-mono text-[0.92em]">{part}</code> : part));
 }

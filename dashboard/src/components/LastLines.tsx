@@ -1,4 +1,4 @@
-/** What a worker or a run said last, newest first. */
+/** Latest log lines of a worker or a run, newest first. */
 
 import { useQuery } from "@tanstack/react-query";
 

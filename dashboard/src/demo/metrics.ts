@@ -1,4 +1,4 @@
-/** What the simulated run has logged, and two earlier ones to compare it with: made up from the step alone, so that any range looks the same each time. */
+/** Logged metrics of the simulated run and of two earlier ones to compare with: computed from the step alone, so that any range is reproducible. */
 
 import type { Curve, LoggedRun, MetricSummary, RunCurves, RunInfo, RunMetrics } from "../api/types";
 import { JOB, type Simulation } from "./simulation";

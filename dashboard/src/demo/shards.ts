@@ -1,4 +1,4 @@
-/** Who reads which part of the simulated dataset: balanced, and moving only what must move. */
+/** Shard assignment of the simulated dataset: balanced, with minimal moves. */
 
 import type { Dataset } from "../api/types";
 
@@ -38,7 +38,7 @@ export function dealShards(dataset: Dataset, workers: string[], before: Plan | n
   };
 }
 
-/** How many each worker was given by the last change. */
+/** Shards per worker reassigned by the latest plan. */
 export function movedShards(plan: Plan): Record<string, number> {
   const given: Record<string, number> = {};
   for (const shard of plan.moved) given[plan.owners[shard]!] = (given[plan.owners[shard]!] ?? 0) + 1;

@@ -1,9 +1,9 @@
 /**
- * A run that fails and recovers, made up step by step: eight workers, saves that fill tier by tier, a crash, a slow
- * worker, a bucket that is out of reach, a machine that is taken away and given back.
+ * A simulated run that fails and recovers: eight workers, checkpoints that fill tier by tier, a crash, a slow worker, an
+ * unreachable bucket, a machine that is preempted and comes back.
  *
- * Pure: time arrives as `advance(now)`, chance from the seed. What comes out are the events a coordinator would send,
- * and the snapshot it would answer with.
+ * Pure: time arrives as `advance(now)`, randomness from the seed. The output is the events a coordinator would send, and
+ * the snapshot it would return.
  */
 
 import type {
@@ -24,7 +24,7 @@ export const TASK = "task-7f3a91c2";
 
 const TICK_S = 0.25;
 const WORKERS = 8;
-/** Of a run that has lost a few workers. */
+/** Plausible for a run that has lost a few workers. */
 const GOODPUT = 0.962;
 const STEPS = 12_000;
 const STEPS_PER_S = 2.4;
@@ -94,7 +94,7 @@ export class Simulation {
     this.after(3, () => this.becomeAll("training"));
   }
 
-  /** Everything that happens until then. */
+  /** All events until then. */
   advance(until: number): FeedEvent[] {
     while (this.now + TICK_S <= until) {
       this.now += TICK_S;
@@ -158,7 +158,7 @@ export class Simulation {
     this.pending.push({ at: this.now + seconds, run });
   }
 
-  // --- one moment ---------------------------------------------------------------------------------------------------
+  // --- one tick ------------------------------------------------------------------------------------------------------
 
   private tick(): void {
     const due = this.pending.filter((each) => each.at <= this.now);
@@ -226,14 +226,14 @@ export class Simulation {
     if (step % 10 === 0) {
       this.log("info", `step ${step}: loss ${this.loss.toFixed(4)}, lr 3.00e-04, ${Math.round(this.throughput()).toLocaleString("en")} tokens/s`, `${JOB}-rank0`);
     }
-    if (step >= STEPS) this.begin();
+    if (step >= STEPS) this.restart();
     const task = this.tasks.find((each) => each.id === TASK);
     if (task) Object.assign(task, { step, progress: (step / STEPS) * 100, steps_per_s: STEPS_PER_S, eta_s: (STEPS - step) / STEPS_PER_S });
     this.plan.done = Math.min(1, ((step * 128) % this.plan.samples) / this.plan.samples);
   }
 
-  /** The run has reached its end: another begins, so that there is always something to see. */
-  private begin(): void {
+  /** The run is complete: start over, so that the demo never ends. */
+  private restart(): void {
     this.step = 0;
     this.safeStep = 0;
   }

@@ -1,4 +1,4 @@
-/** The API of the simulated coordinator: what views ask for beside the state. Changes are made to the simulation alone. */
+/** The API of the simulated coordinator: what views request beside the state. Changes affect only the simulation. */
 
 import { ApiError, type Call, type Transport } from "../api/client";
 import type { Dataset, LogEntry, Task } from "../api/types";
@@ -49,7 +49,7 @@ export function transportFor(simulation: () => Simulation): Transport {
     await Promise.resolve();
     for (const [method, pattern, answer] of ROUTES) {
       const found = method === (call.method ?? "GET") ? pattern.exec(path) : null;
-      // A copy, as an answer over the network would be.
+      // A copy, like a response over the network.
       if (found) return structuredClone(answer(simulation(), call, ...found.slice(1).map(decodeURIComponent)));
     }
     throw unknown(`Not available in demo mode: ${path}.`);
@@ -167,7 +167,7 @@ function startTask(simulation: Simulation, call: Call): { task_id: string } {
   return { task_id: id };
 }
 
-/** A task that somebody started: it goes through its states, and no further. */
+/** A started task: it only goes through its states. */
 function run(simulation: Simulation, id: string): void {
   const live = () => simulation.tasks.find((task) => task.id === id && task.status === "running");
   simulation.after(1.5, () => simulation.changeTask(id, { status: "running", started_at: simulation.now, reason: "torchrun is up" }));

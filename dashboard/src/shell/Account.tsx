@@ -1,4 +1,4 @@
-/** Who is signed in, as what; and the way out. */
+/** The signed-in user with role, and sign-out. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";

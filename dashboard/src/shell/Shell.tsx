@@ -1,4 +1,4 @@
-/** What stands around every view: navigation, how we are connected, and whether any of this is real. */
+/** The frame around every view: navigation, connection state and the demo banner. */
 
 import { useQueryClient } from "@tanstack/react-query";
 import { Link, Navigate, Outlet, useRouterState } from "@tanstack/react-router";
@@ -37,13 +37,13 @@ export function Shell() {
   const asked = useRouterState({ select: (s) => s.location.pathname === SIGN_IN });
   const answers = useQueryClient();
   useEffect(() => {
-    // What one person was shown is not for the next.
+    // Cached responses must not be shown to the next user.
     if (signedOut) answers.clear();
   }, [signedOut, answers]);
   return signedOut || asked ? <Gate>{asked ? <Outlet /> : <Suspense fallback={null}><SignIn /></Suspense>}</Gate> : <Views />;
 }
 
-/** Around the view that signs in: nothing of the coordinator's is there to go to. */
+/** Frame of the sign-in page, without navigation. */
 function Gate(props: { children: ReactNode }) {
   useEffect(() => {
     document.title = "Sign in · Strata";
@@ -59,11 +59,11 @@ function Gate(props: { children: ReactNode }) {
   );
 }
 
-/** A browser that is bound to a job reads so in the place of what is about the whole cluster. */
+/** A session bound to a job gets an explanation instead of cluster-wide views. */
 function Content(props: { path: string }) {
   const job = useOnlyJob();
   const mode = useMode();
-  // What a view may ask for depends on who is asking.
+  // What a view may request depends on the session.
   const unknown = useStore((s) => s.connection.phase === "connecting" && s.session === null);
   if (unknown && mode === "live") return <Page title="Connecting"><Loading rows={6} /></Page>;
   if (job !== null && props.path === "/runs") return <Suspense fallback={<Page title={job}><Loading rows={6} /></Page>}><Job key={job} id={job} /></Suspense>;
@@ -183,7 +183,7 @@ function Logo() {
   );
 }
 
-/** Simulated numbers must say so, on every view. */
+/** Simulated data is marked on every view. */
 function DemoBanner() {
   const mode = useMode();
   if (mode !== "demo") return null;
@@ -244,7 +244,7 @@ function PendingCount() {
   return <span className="ml-auto grid h-5 min-w-5 place-items-center rounded-full bg-bad-soft px-1.5 text-xs font-semibold text-bad"><span className="sr-only">, not dismissed: </span>{count(pending)}</span>;
 }
 
-/** The newest failure, on every view, until somebody dismisses it. */
+/** The latest failure, on every view, until it is dismissed. */
 function IncidentStrip() {
   const [newest, ...others] = usePending();
   if (!newest) return null;
@@ -259,7 +259,7 @@ function IncidentStrip() {
   );
 }
 
-/** For a thumb. */
+/** Phone navigation. */
 function BottomBar(props: { job: string | null; onMore: () => void }) {
   const look = "flex min-w-0 flex-1 flex-col items-center justify-center gap-0.5 text-xs font-medium text-muted aria-[current=page]:text-accent";
   return (
@@ -275,7 +275,7 @@ function BottomBar(props: { job: string | null; onMore: () => void }) {
   );
 }
 
-/** Starting a task, and what is known of one, over whatever view. */
+/** Dialogs to start a task and to show one, over any view. */
 function Tasks(props: { job: string | null }) {
   const [search, setFilters] = useFilters();
   const path = useRouterState({ select: (s) => s.location.pathname });

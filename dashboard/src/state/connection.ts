@@ -1,13 +1,13 @@
 /**
  * Keeps the state in step with a coordinator.
  *
- * The event stream brings facts the moment they are durable; a snapshot every few seconds brings what is no fact
- * (heartbeats, progress, who waits). After a break the stream is taken up where it ended; when the coordinator says
- * `resync`, a new snapshot is. Where streams do not get through, snapshots alone do. Nothing is ever thrown away
- * while the coordinator is out of reach: the state says so and when the next attempt comes.
+ * The event stream brings events as soon as they are durable; a snapshot every few seconds brings soft state (heartbeats,
+ * progress, waiting workers). A broken stream is resumed where it ended; on `resync` a new snapshot is fetched. Where
+ * streams are blocked, snapshots alone are polled. Nothing is discarded while the coordinator is unreachable: the state
+ * says so, and when the next attempt comes.
  *
- * First of all it asks who is asking. A browser that nobody has signed in asks nothing more, until somebody has; one that is
- * bound to a job asks for nothing that is about the whole cluster.
+ * It first fetches the session. Without one nothing else is requested until somebody signs in; a session bound to a job
+ * requests nothing cluster-wide.
  */
 
 import { API_URL, ApiError, get, httpTransport, onUnauthorized, refusal, unreachable } from "../api/client";
@@ -33,7 +33,7 @@ const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpo
 
 let wake: (() => void) | null = null;
 
-/** Retry now instead of at the time announced; or, where nobody was signed in, ask whether somebody is. */
+/** Retry now instead of at the announced time; while signed out, check the session again. */
 export function retryNow(): void {
   wake?.();
 }
@@ -51,12 +51,12 @@ export const live: Backend = {
 class Follower {
   private readonly ended = new AbortController();
   private lastId = "";
-  /** Events since the snapshot under way was asked for; null when none is. */
+  /** Events since the pending snapshot was requested; null without one. */
   private since: FeedEvent[] | null = null;
   private pollTimer: ReturnType<typeof setTimeout> | undefined;
   private workers = 0;
   private asksForIncidents = false;
-  /** What is followed now. */
+  /** Aborts the current connection. */
   private stream = new AbortController();
 
   constructor(private readonly dispatch: (action: Action) => void) {}
@@ -66,7 +66,7 @@ class Follower {
     clearTimeout(this.pollTimer);
   }
 
-  /** A call was refused for want of a sign-in: who is asking is asked anew. */
+  /** A call failed with 401: check the session again. */
   askAgain(): void {
     this.stream.abort();
   }
@@ -109,7 +109,7 @@ class Follower {
     else await this.stay(session, onOpen);
   }
 
-  /** For a caller that is bound to a job: its views ask for what they show, and here is seen whether anybody answers. */
+  /** For a session bound to a job: its views poll what they show; this loop only checks that the coordinator responds. */
   private async stay(session: Session, onOpen: () => void): Promise<void> {
     onOpen();
     for (let now = session; now.name === session.name; now = await this.ask<Session>("/session")) {
@@ -200,7 +200,7 @@ class Follower {
     }
   }
 
-  /** What happened before this page was opened; an older coordinator may not answer. */
+  /** History from before this page was opened; an older coordinator may not have it. */
   private async past(): Promise<void> {
     const signal = this.ended.signal;
     const [events, recoveries, incidents, history] = await Promise.allSettled([
@@ -215,7 +215,7 @@ class Follower {
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }
 
-  /** An event says that there is more to know; all of it is asked for, once for many events. */
+  /** Refetches incidents after an event, once for many events. */
   private async incidents(): Promise<void> {
     if (this.asksForIncidents) return;
     this.asksForIncidents = true;
@@ -224,13 +224,13 @@ class Follower {
     try {
       this.dispatch({ type: "incidents", incidents: await this.ask<Incident[]>(`/incidents`) });
     } catch {
-      // The stream itself ends when the coordinator is lost, and its past is asked for anew.
+      // The stream itself ends when the coordinator is lost, and the history is fetched again.
     }
   }
 
   private schedulePoll(): void {
     clearTimeout(this.pollTimer);
-    // A large fleet is asked less often: its snapshot is larger, and no eye follows a thousand workers at once.
+    // A large fleet is polled less often: its snapshot is larger.
     const waitMs = document.hidden ? HIDDEN_POLL_MS : POLL_MS + 2 * this.workers;
     this.pollTimer = setTimeout(() => {
       void this.snapshot()

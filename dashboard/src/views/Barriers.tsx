@@ -1,4 +1,4 @@
-/** Which barriers block whom, and for how long. Waiting barriers come first, each with its missing workers. */
+/** Barriers: waiting ones first, each with its missing workers and how long it blocks. */
 
 import { Milestone } from "lucide-react";
 import { useMemo } from "react";

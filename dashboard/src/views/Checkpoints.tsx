@@ -1,4 +1,4 @@
-/** Every checkpoint: its tiers, who saved it, and whether its checksums still match. */
+/** All checkpoints: tiers, worker, and verification of their checksums. */
 
 import { useQuery } from "@tanstack/react-query";
 import { HardDriveDownload } from "lucide-react";

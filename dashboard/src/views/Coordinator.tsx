@@ -1,4 +1,4 @@
-/** The coordinator's own health: how busy it is, how fast it answers, what it keeps. Nothing here is about training. */
+/** The coordinator's own health: load, latencies, memory, disk. Nothing here is about training. */
 
 import { useQuery } from "@tanstack/react-query";
 

@@ -1,4 +1,4 @@
-/** Where the data is, who reads which part of it, how far they are, and what it looks like. */
+/** Datasets: location, readers, shard assignment, progress and samples. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Database, Plus } from "lucide-react";
@@ -89,7 +89,7 @@ function Chosen(props: { dataset: Dataset }) {
     refetchInterval: 2 * REFETCH_MS,
     retry: false,
   });
-  // Several runs may read it: the one that was asked about, or the one that has trained on it.
+  // Several runs may read it: the selected worker's, else the one that has trained on it.
   const job = (reader !== undefined && dataset.readers.includes(reader) ? reader : undefined) ?? audit.data?.at(-1)?.job_id;
   const plan = useQuery({
     queryKey: ["shards", dataset.id, job],
@@ -97,25 +97,25 @@ function Chosen(props: { dataset: Dataset }) {
       try {
         return await get<ShardPlan>(`${path}/shards`, { limit: 10_000, job_id: job }, signal);
       } catch (error) {
-        // That run is over; another may be reading.
+        // That run has ended; another may be reading.
         if (job === undefined || !isMissing(error)) throw error;
         return get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal);
       }
     },
-    // Nobody is asked for the plan of a dataset that nobody reads.
+    // A dataset without readers has no plan.
     enabled: !audit.isPending && dataset.readers.length > 0,
     refetchInterval: REFETCH_MS,
     placeholderData: (before) => before,
     retry: false,
   });
-  // A change of the plan is news: it is asked for at once.
+  // Refetch as soon as the plan changes.
   const moved = useStore((state) => state.planRevision);
   const { refetch } = plan;
   useEffect(() => {
     if (moved > 0) void refetch();
   }, [moved, refetch]);
   const proofs = (audit.data ?? []).filter((each) => each.job_id === plan.data?.job_id);
-  // What is verified of an epoch that has just started is not known here yet.
+  // The audit of an epoch that has just started is not fetched yet.
   const started = plan.data?.epoch;
   const isUnverified = started !== undefined && proofs.length > 0 && proofs.every((each) => each.epoch < started);
   const { refetch: verifyAgain } = audit;
@@ -165,7 +165,7 @@ function isMissing(error: unknown): boolean {
   return error instanceof ApiError && error.status === 404;
 }
 
-/** Those that the plan gives shards to; where it gives none, all workers of the runs that read it. */
+/** Workers with shards in the plan; without per-worker shards, all workers of the runs that read it. */
 function readersOf(plan: ShardPlan | undefined, workers: ReadonlyMap<string, Worker>, dataset: Dataset): string[] {
   const names = new Set<string>();
   if (plan?.by_shard) for (const shard of plan.shards) if (shard.worker_id !== null) names.add(shard.worker_id);

@@ -1,4 +1,4 @@
-/** Every failure, slow rank and failed save as one record: who failed first, the evidence, the decision, what it cost. */
+/** Failures, slow ranks and failed saves: first failing rank, evidence, decision and cost. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -113,7 +113,7 @@ export function Incidents() {
   );
 }
 
-/** The stream's are newer than what was asked for. */
+/** Entries from the stream replace fetched ones. */
 function together(recent: readonly Incident[], older: readonly Incident[]): Incident[] {
   const known = new Set(recent.map((each) => each.id));
   return [...recent, ...older.filter((each) => !known.has(each.id))].sort((a, b) => b.id - a.id);

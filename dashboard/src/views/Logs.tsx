@@ -1,6 +1,6 @@
 /**
- * The log of the whole fleet, live. What the coordinator still has comes first, the stream continues from there;
- * filters are in the URL. Scrolling up, or Pause, pauses the view; what arrives meanwhile is counted, not lost.
+ * Live logs of the whole fleet. History is fetched first, the stream continues from there; filters are in the URL.
+ * Scrolling up or Pause pauses the view; lines that arrive meanwhile are counted, not lost.
  */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
@@ -29,13 +29,13 @@ import { exportLogs } from "./logs/export";
 const ROW_PX = 24;
 const FETCHED = 2_000;
 const REFETCH_MS = 3_000;
-/** As many as there is space for. */
+/** Characters that fit into the column. */
 const NAME_LETTERS = 25;
 
 export function Logs() {
   const [search, setFilters] = useFilters();
   const job = useOnlyJob();
-  // Whoever may see one job only asks for that one.
+  // A session bound to a job requests only that job.
   const filter = useMemo(() => ({ ...filterOf(search), ...(job === null ? {} : { task: job }) }), [search, job]);
   const wrap = search["wrap"] === "1";
   const narrow = useNarrow();
@@ -46,10 +46,10 @@ export function Logs() {
       get<LogEntry[]>("/logs", { level: filter.level, task_id: filter.task, worker_id: filter.worker, q: filter.text, limit: FETCHED }, signal),
     staleTime: Infinity,
     gcTime: 0,
-    // No stream brings what follows.
+    // A session bound to a job has no stream.
     refetchInterval: job === null ? false : REFETCH_MS,
   });
-  // New lines may come faster than they can be drawn: React draws what it can.
+  // Lines may arrive faster than they can be rendered: deferred.
   const current = useDeferredValue(live);
   const lines = useMemo(() => merged(early.data ?? [], current, filter), [early.data, current, filter]);
   const [paused, setPaused] = useState<readonly LogEntry[] | null>(null);
@@ -102,7 +102,7 @@ function newer(lines: readonly LogEntry[], id: string | undefined): number {
   return found;
 }
 
-/** By choice: a task that is the only one there may be is none. */
+/** Whether the user has set a filter; the fixed job of a bound session does not count. */
 function isFiltered(filter: LogFilter, job: string | null): boolean {
   return Object.entries(filter).some(([name, value]) => value !== undefined && !(name === "task" && job !== null));
 }
@@ -199,7 +199,7 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
               style={{ transform: `translateY(${item.start}px)`, ...(wrap ? {} : { height: ROW_PX }) }}
               onClick={() => props.onOpen(line)}
               onKeyDown={(event) => { if (event.key === "Enter") props.onOpen(line); }}
-              // Whoever goes from line to line wants them to stay.
+              // Keyboard navigation pauses the view.
               onFocus={(event) => { if (event.currentTarget.matches(":focus-visible")) props.onPause(); }}
             >
               {narrow ? <NarrowLine line={line} query={props.query} /> : <Line line={line} wrap={wrap} query={props.query} />}
@@ -211,7 +211,7 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
   );
 }
 
-/** On a phone the message has lines of its own, under who wrote it and when. */
+/** On a phone the message is below time, level and worker. */
 function NarrowLine(props: { line: LogEntry; query: string }) {
   const { line, query } = props;
   return (
@@ -241,7 +241,7 @@ function Line(props: { line: LogEntry; wrap: boolean; query: string }) {
   );
 }
 
-/** Without wrapping, a traceback is one row that says how much there is behind it. */
+/** Without wrapping, a traceback is one row with the number of further lines. */
 function firstLine(message: string): string {
   const end = message.indexOf("\n");
   if (end < 0) return message;

@@ -1,4 +1,4 @@
-/** Runs, present and past: those whose workers the coordinator knows, and those that it has only the metrics of. */
+/** Runs, present and past: those known to the coordinator, and those with only their metrics left. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { Activity, GitCompareArrows, Play } from "lucide-react";
@@ -21,13 +21,13 @@ import { useLoggedRuns } from "./runs/metrics";
 interface Row {
   id: string;
   name: string;
-  /** Null: nothing is known of it but what it has logged. */
+  /** Null: only its logged metrics are known. */
   run: Run | null;
   logged: LoggedRun | null;
   tags: readonly string[];
 }
 
-/** Every job that is known, and beside them earlier runs of jobs, and runs of jobs that are not known any more. */
+/** All known jobs, plus earlier runs and runs of jobs that are no longer known. */
 function rowsOf(runs: readonly Run[], logged: readonly LoggedRun[]): Row[] {
   const latest = new Map<string, LoggedRun>();
   for (const one of logged) {

@@ -1,6 +1,6 @@
 /**
- * Sign in with a token, or by opening a link that works once. Stands in the place of every view while nobody is signed in, so
- * that one continues where one was.
+ * Sign in with a token or a one-time link. Replaces every view while signed out, so that the requested page opens after
+ * sign-in.
  */
 
 import { useMutation } from "@tanstack/react-query";
@@ -82,7 +82,7 @@ function Command(props: { children: string }) {
   return <code className="rounded bg-raised px-1 py-0.5 font-mono text-sm text-ink">{props.children}</code>;
 }
 
-/** Whoever signs in in another tab is signed in here too, as soon as this one is looked at. */
+/** A sign-in in another tab applies here as soon as this tab is visible. */
 function useOtherTabs(): void {
   useEffect(() => {
     const look = () => {
@@ -93,7 +93,7 @@ function useOtherTabs(): void {
   }, []);
 }
 
-/** Seconds until the coordinator takes another attempt. */
+/** Seconds until the coordinator accepts another attempt. */
 function useWait(error: unknown, sinceMs: number): number {
   const now = useNowMs();
   if (!(error instanceof ApiError) || error.retryAfterS === 0) return 0;

@@ -1,4 +1,4 @@
-/** What is known of a task, beside its run: progress, exit cause, settings; and starting, stopping and restarting it. */
+/** A task: progress, exit cause, configuration; start, stop and restart. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";

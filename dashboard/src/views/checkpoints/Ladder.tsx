@@ -1,4 +1,4 @@
-/** The tiers a checkpoint lies in, as rungs that fill from near to far. Each rung has its name: colour is never alone. */
+/** The tiers that store a checkpoint, from near to far. Each is labelled: colour is not the only cue. */
 
 import type { CheckpointStatus } from "../../api/types";
 import { rungOf } from "../../state/risk";

@@ -1,4 +1,4 @@
-/** What would be lost if something failed now, and where the copies of a step are: as the coordinator computes it. Loaded when it is needed. */
+/** What would be lost if something failed now, and where the copies of a step are, as computed by the coordinator. Loaded on demand. */
 
 import { useQuery } from "@tanstack/react-query";
 
@@ -21,7 +21,7 @@ export function useSafety(job: string, step?: number) {
   });
 }
 
-/** One line for each failure. */
+/** One line per failure domain. */
 export function RiskList(props: { job: string; name: string }) {
   const found = useSafety(props.job);
   if (found.data === undefined) return <p className="text-sm text-muted">{found.isError ? "Not available" : "…"}</p>;
@@ -37,7 +37,7 @@ export function RiskList(props: { job: string; name: string }) {
   );
 }
 
-/** Of one step: each copy, whether its bytes were verified, and what it survives. */
+/** The copies of one step, whether they are verified, and what they survive. */
 export function Where(props: { job: string; step: number }) {
   const found = useSafety(props.job, props.step);
   if (found.isError && found.data === undefined) return <ErrorNote error={found.error} onRetry={() => void found.refetch()} />;

@@ -1,4 +1,4 @@
-/** Reads every byte of a checkpoint and compares checksums. A long verification is waited for. */
+/** Verifies the checksums of a checkpoint; polls until a long verification is done. */
 
 import { useMutation } from "@tanstack/react-query";
 import { ShieldCheck, ShieldX } from "lucide-react";

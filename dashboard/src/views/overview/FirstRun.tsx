@@ -1,4 +1,4 @@
-/** Before anything has run here: what to type, for this address, and a sample in one click. */
+/** Before the first run: commands for this address, and a sample run. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
@@ -10,7 +10,7 @@ import { Copyable } from "../../components/Copy";
 import { Button } from "../../components/controls";
 import { ErrorNote } from "../../components/states";
 
-/** Small enough for any laptop, and long enough to watch. */
+/** Small enough for a laptop, long enough to watch. */
 const SAMPLE = {
   name: "sample",
   type: "training",

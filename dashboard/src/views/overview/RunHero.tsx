@@ -1,4 +1,4 @@
-/** A run that trains, by what people ask first: loss, how far and how long, how well used, how fast, what would be lost. */
+/** Key numbers of a run: loss, progress and ETA, goodput, throughput, work at risk. */
 
 import { Link } from "@tanstack/react-router";
 import { lazy, Suspense, type ReactNode } from "react";
@@ -14,7 +14,7 @@ import { throughputOf } from "../../state/series";
 import { useStore } from "../../state/store";
 import { useRunHistory } from "../runs/history";
 
-/** The first page is small: what draws curves comes after it. */
+/** Loaded lazily to keep the first page small. */
 const Chart = lazy(() => import("../../components/Chart").then((module) => ({ default: module.Chart })));
 
 const RiskList = lazy(() => import("../checkpoints/Safety").then((module) => ({ default: module.RiskList })));
@@ -71,7 +71,7 @@ function Value(props: { label: string; value: string; unit?: string; children?: 
   );
 }
 
-/** What would be lost now, by what fails. */
+/** What would be lost now, by failure domain. */
 function RiskLines({ run, now }: { run: Run; now: number }) {
   const { safe, since } = run.risk;
   return (

@@ -1,4 +1,4 @@
-/** Several runs over each other: their curves, what they ended with, and where their configurations differ. All of it is in the address. */
+/** Comparison of runs: overlaid curves, final values, configuration differences. Everything is in the URL. */
 
 import { useQueries } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -109,7 +109,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
 const idsInOrder = (text: string | undefined) => [...new Set((text ?? "").split(",").filter(Boolean).map(decodeURIComponent))];
 const textOfNames = (names: readonly string[]) => (names.length === 0 ? undefined : names.map(encodeURIComponent).join(","));
 
-/** What all runs have first, each group as people look at it. */
+/** Metrics common to all runs first, each group in the usual order. */
 function orderedNames(names: readonly string[], runs: readonly (RunMetrics | null | undefined)[]): string[] {
   const common = new Set(names.filter((name) => runs.every((run) => !run || run.metrics.some((m) => m.name === name))));
   return [...usualOrder(names.filter((n) => common.has(n))), ...usualOrder(names.filter((n) => !common.has(n)))];
@@ -119,7 +119,7 @@ function dataOf<T>(results: { data?: T | null | undefined; isPending: boolean; e
   return { data: results.map((one) => one.data), isPending: results.some((one) => one.isPending), error: results.find((one) => one.error)?.error ?? null };
 }
 
-/** Two tasks may have the same name: then their ids tell them apart. */
+/** Adds IDs to equal names. */
 function distinct(labels: readonly string[], ids: readonly string[]): string[] {
   return labels.map((label, i) => (labels.filter((other) => other === label).length > 1 ? `${label} (${ids[i] ?? ""})` : label));
 }

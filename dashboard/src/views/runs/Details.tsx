@@ -1,4 +1,4 @@
-/** How a run was started, what it was configured with, and what people have written about it. */
+/** Launch, configuration, tags and notes of a run. */
 
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { X } from "lucide-react";
@@ -16,13 +16,13 @@ import { count, plural } from "../../format";
 import { isHistogram, label } from "./histograms";
 import { valueText } from "./Panel";
 
-/** Names and values at any depth, the names joined with dots. */
+/** Nested values as dotted names and text. */
 export function flatten(value: unknown, path = ""): (readonly [string, string])[] {
   if (value !== null && typeof value === "object" && !Array.isArray(value)) return Object.entries(value).flatMap(([key, v]) => flatten(v, path ? `${path}.${key}` : key));
   return path === "" ? [] : [[path, typeof value === "string" ? value : JSON.stringify(value)]];
 }
 
-/** What a run was configured with, as far as it or its task says. */
+/** Configuration reported by the run, else that of its task. */
 export function configOf(info: RunInfo | null | undefined, task: Task | null): (readonly [string, string])[] {
   const own = flatten(info?.details?.config ?? {});
   return own.length > 0 ? own : flatten(task?.config ?? {});

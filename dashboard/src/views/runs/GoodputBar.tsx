@@ -1,4 +1,4 @@
-/** Where the worker-seconds of a run went, as its workers measured them. */
+/** Worker time of a run by activity, as measured by its workers. */
 
 import type { Goodput } from "../../api/types";
 import { duration, percent } from "../../format";

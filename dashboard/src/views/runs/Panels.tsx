@@ -1,4 +1,4 @@
-/** Charts of metrics under one set of settings: axis, scale, smoothing, zoom; which panels there are is the browser's to keep. */
+/** Metric charts with shared settings: axis, scale, smoothing, zoom. The layout is stored in the browser. */
 
 import { Plus, RotateCcw, Search as SearchIcon, SlidersHorizontal, ZoomOut } from "lucide-react";
 import { memo, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
@@ -51,7 +51,7 @@ function Check(props: { label: string; checked: boolean; onChange: (checked: boo
   );
 }
 
-/** The number follows the thumb; the charts and the address follow a moment later. */
+/** The number follows the slider; charts and URL follow with a short delay. */
 function Smoothing(props: { value: number; onChange: (value: number) => void }) {
   const [value, setValue] = useState(props.value);
   const timer = useRef<ReturnType<typeof setTimeout>>(undefined);
@@ -79,7 +79,7 @@ function Smoothing(props: { value: number; onChange: (value: number) => void }) 
   );
 }
 
-/** What dragging on a chart does, for whoever does not drag. */
+/** Zoom by keyboard. */
 function ZoomFields(props: { settings: Settings; change: Change; lastStep: number }) {
   const { zoom } = props.settings;
   const [from, setFrom] = useState(zoom === null ? "" : String(zoom[0]));
@@ -110,7 +110,7 @@ export interface Kept {
   reset: () => void;
 }
 
-/** The layout of a run, as this browser keeps it. */
+/** The layout of a run, stored in this browser. */
 export function useLayout(run: string): Kept {
   const [kept, setKept] = useState(() => load(run));
   return useMemo(
@@ -118,7 +118,7 @@ export function useLayout(run: string): Kept {
       ...kept,
       change: (layout) => { save(run, kept.scope, layout); setKept({ scope: kept.scope, layout }); },
       setScope: (scope) => {
-        // Going back to what all runs share forgets what this one had of its own.
+        // Switching back to the shared layout removes the run's own.
         save(run, "run", scope === "run" ? kept.layout : null);
         setKept(load(run));
       },
@@ -179,7 +179,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
   );
 });
 
-/** Every metric of the run, with or without its panel. */
+/** All metrics of the run, to show or hide their panels. */
 function Chooser(props: { open: boolean; onClose: () => void; names: readonly string[]; shown: readonly string[]; left: readonly string[]; kept: Kept }) {
   const { kept } = props;
   const [query, setQuery] = useState("");

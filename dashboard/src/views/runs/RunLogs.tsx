@@ -1,4 +1,4 @@
-/** The log lines of one run, newest last, searched by the coordinator. */
+/** Log lines of one run, newest last; the coordinator searches. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";

@@ -1,4 +1,4 @@
-/** One run: what it logs, when what happened to it, how it was started, and what it says. */
+/** One run: metrics, timeline, details and logs. */
 
 import { Link, useParams } from "@tanstack/react-router";
 import { Activity, ArrowLeft, GitCompareArrows } from "lucide-react";
@@ -48,7 +48,7 @@ export function RunDetail() {
   return <RunPage key={job} id={job} />;
 }
 
-/** `id`: of a job, whose latest run it is; or of a run that has logged something. */
+/** `id`: of a job (its latest run), or of a run with logged metrics. */
 function RunPage({ id }: { id: string }) {
   const state = useStory();
   const [filters, set] = useFilters();
@@ -69,7 +69,7 @@ function RunPage({ id }: { id: string }) {
 
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
   const isKnown = state.coordinator !== null;
-  // Charts need not wait for the rest.
+  // Charts do not wait for the snapshot.
   if (!isKnown && (!info.data || !metrics.data || filters["tab"] !== "charts")) return <Page title={id}><Loading rows={8} /></Page>;
   if (run === null && info.data === undefined && !info.error) return <Page title={id} actions={back}><Loading rows={8} /></Page>;
   if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint, recovery or metric has this run ID.</Empty>}</Page>;
@@ -125,7 +125,7 @@ function Charts(props: { run: PanelRun; metrics: ReturnType<typeof useRunMetrics
   );
 }
 
-/** What the run shows of itself first: what is pinned, else what people look at first. */
+/** Pinned panels, else the first ones in the usual order. */
 function PinnedPanels(props: { run: PanelRun; metrics: RunMetrics; kept: Kept }) {
   const { metrics, kept } = props;
   const [settings, change] = useSettings();

@@ -1,4 +1,4 @@
-/** How charts of metrics are drawn. It is in the address, so that a link shows the same. */
+/** Chart settings. They are in the URL, so that a link shows the same. */
 
 import { useCallback, useMemo } from "react";
 
@@ -12,7 +12,7 @@ export interface Settings {
   smooth: number;
   marks: boolean;
   zoom: Zoom | null;
-  /** Only metrics with this in their names. */
+  /** Filter on metric names. */
   query: string;
 }
 
@@ -43,7 +43,7 @@ export function useSettings(): [Settings, Change] {
       if (next.marks !== undefined) written["marks"] = next.marks ? undefined : "0";
       if (next.zoom !== undefined) written["zoom"] = next.zoom === null ? undefined : `${next.zoom[0]}-${next.zoom[1]}`;
       if (next.query !== undefined) written["q"] = next.query || undefined;
-      // Zooming is a place one may want to go back to; moving a slider is not.
+      // A zoom adds a history entry to go back from; a slider does not.
       set(written, { replace: next.zoom === undefined });
     },
     [set],
@@ -51,7 +51,7 @@ export function useSettings(): [Settings, Change] {
   return [settings, change];
 }
 
-/** Names that hold all of the query, in any order. */
+/** Names that contain all parts of the query, in any order. */
 export function matching(names: readonly string[], query: string): string[] {
   const parts = query.toLowerCase().split(/\s+/).filter(Boolean);
   return names.filter((name) => parts.every((part) => name.toLowerCase().includes(part)));

@@ -1,4 +1,4 @@
-/** Who did what to what, and whether it was allowed; newest first. For admins. */
+/** Audit log: actor, action, target and outcome; newest first. For admins. */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { Download, RefreshCw, ScrollText } from "lucide-react";
@@ -70,12 +70,12 @@ export function AuditLog() {
   );
 }
 
-/** Entries have no names of their own: each is known by its place from the end. */
+/** Entries have no IDs: the key is the position from the end. */
 function withKeys(entries: AuditEntry[]): Row[] {
   return entries.map((entry, place) => ({ ...entry, key: String(entries.length - place) }));
 }
 
-/** What was typed, once the typing pauses. */
+/** The text, debounced. */
 function useSettled(text: string): string {
   const [settled, settle] = useState(text);
   useEffect(() => {

@@ -1,4 +1,4 @@
-/** Tokens that the coordinator gave out: who holds which role until when; create one, revoke one. For admins. */
+/** Tokens issued by the coordinator: list, create, revoke. For admins. */
 
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { Check, Copy, KeyRound, Plus } from "lucide-react";
@@ -61,7 +61,7 @@ function Create(props: { onClose: () => void }) {
   const [expires, setExpires] = useState("30d");
   const work = useMutation({
     mutationFn: () => post<CreatedToken>("/tokens", { name: name.trim(), role, expires, ...(job.trim() ? { job_id: job.trim() } : {}) }),
-    gcTime: 0, // The secret is not kept for longer than it is shown.
+    gcTime: 0, // The secret is not cached.
     onSuccess: () => void tokens.invalidateQueries({ queryKey: KEY }),
   });
   if (work.data) return <Created token={work.data} onClose={props.onClose} />;
@@ -106,7 +106,7 @@ function Created(props: { token: CreatedToken; onClose: () => void }) {
       await navigator.clipboard.writeText(token.token);
       setNote("Copied.");
     } catch {
-      // Only pages that came over TLS, or from this machine, may use the clipboard.
+      // The clipboard API needs TLS or localhost.
       setNote("Selected: press Ctrl C to copy.");
     }
   };

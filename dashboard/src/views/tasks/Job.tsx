@@ -1,4 +1,4 @@
-/** The one job that this browser may see: its task, where its time went, and what it said last. */
+/** The job a session is bound to: task, goodput and latest log lines. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";

@@ -1,4 +1,4 @@
-/** Start a task: which recipe, on which data, with how many workers, and the recipe's own settings. */
+/** Start a task: recipe, dataset, workers and the recipe's settings. */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { WifiOff } from "lucide-react";

@@ -1,4 +1,4 @@
-/** A thousand workers at a glance: how many are how fast, and by name only those that are not as they should be. */
+/** Large fleets: counts by step time, and only the exceptions by name. */
 
 import { count, plural } from "../../format";
 import { useServerNow } from "../../state/store";

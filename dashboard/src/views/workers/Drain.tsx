@@ -1,4 +1,4 @@
-/** Machines that are let go before they are taken away: that of a worker, or some of a run's; and what became of their runs. */
+/** Draining machines, from a worker or from a run, and the outcome for their runs. */
 
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { LogOut, Undo2 } from "lucide-react";
@@ -23,13 +23,13 @@ const WITHIN_S = 120;
 const NONE: Drain[] = [];
 const REFUSED = "cannot rejoin until the drain is cancelled";
 
-/** Of all machines; nothing is asked for by whoever sees one job alone. */
+/** Drains of all machines; not requested by a session bound to a job. */
 function useDrains(asks = true): Drain[] {
   const enabled = useOnlyJob() === null && asks;
   return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? REFETCH_MS : QUIET_MS), retry: false }).data ?? NONE;
 }
 
-/** How a drain is asked for: what happens, which machines, and until when. */
+/** Confirmation of a drain: consequences, machines and deadline. */
 function AskDrain(props: { title: string; open: boolean; onClose: () => void; hosts: readonly string[]; children: ReactNode }) {
   const [within, setWithin] = useState(String(WITHIN_S));
   const queries = useQueryClient();
@@ -68,7 +68,7 @@ function boundTo(job: string | null): string | undefined {
   return job === null ? undefined : `Not available: you are signed in for job ${job} only, and other runs may use its machines.`;
 }
 
-/** Some machines of a run. */
+/** Drain some machines of a run. */
 export function DrainRun({ run }: { run: Run }) {
   const [asking, setAsking] = useState(false);
   const only = useOnlyJob();
@@ -113,7 +113,7 @@ function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => 
   );
 }
 
-/** What became of machines that this run was asked to leave, as long as they are out of use. */
+/** Drained machines of this run, until they are undrained. */
 export function RunDrains({ run }: { run: Run }) {
   const drains = useDrains();
   const hosts = new Set(run.workers.map((worker) => worker.ip));

@@ -1,4 +1,4 @@
-/** Everything about one worker: is it alive, what is it doing, what does it use, what did it say last. */
+/** Details of one worker: status, resources, history, metrics and latest log lines. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -17,9 +17,9 @@ import { bytes, count, duration, number, percent } from "../../format";
 import { rankOf } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
 import { DrainMachine } from "./Drain";
-import { ownTime } from "./pace";
+import { busyTime } from "./pace";
 
-/** Metrics that only mean something added up over a run: its goodput shows them. */
+/** Counters that are only meaningful summed over a run, where goodput shows them. */
 const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
 
 export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
@@ -34,7 +34,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
 function Details({ worker }: { worker: Worker }) {
   const measured = Object.entries(worker.metrics).filter(([name, value]) => value !== null && !BOOKKEEPING.test(name)).sort(([a], [b]) => a.localeCompare(b));
   const metadata = Object.entries(worker.metadata);
-  const { ownS, waitS } = ownTime(worker);
+  const { busyS, waitS } = busyTime(worker);
   const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
@@ -49,7 +49,7 @@ function Details({ worker }: { worker: Worker }) {
             ["Epoch", count(worker.current_epoch)],
             ["Task", task ? <Link key="t" to="/runs/$job" params={{ job: worker.job_id }} search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
             ["Shards", worker.assigned_shards === 0 ? "none" : <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
-            ["Busy time per step", duration(ownS)],
+            ["Busy time per step", duration(busyS)],
             ["Wait time per step", duration(waitS)],
             ["Last heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
             ["Session", worker.connected ? "open" : "closed"],
@@ -82,7 +82,7 @@ function Section(props: { title: string; action?: ReactNode; children: ReactNode
 const HISTORY_S = 3_600;
 const REFETCH_MS = 15_000;
 
-/** What it used, as the coordinator remembers it: GPUs where it has any, and its steps beside its waiting. */
+/** Resource history: GPUs where it has any, and step and wait time. */
 function WorkerHistory({ worker }: { worker: Worker }) {
   const now = useServerNow();
   const { data } = useQuery({

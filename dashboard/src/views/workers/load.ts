@@ -1,4 +1,4 @@
-/** How busy a worker is, in one number. Pure. */
+/** Load of a worker as one number. Pure. */
 
 import type { Worker } from "../../api/types";
 
@@ -7,7 +7,7 @@ export interface Load {
   of: "GPU" | "CPU";
 }
 
-/** The mean over its GPUs; without any, its processor. */
+/** Mean over its GPUs; without any, CPU. */
 export function loadOf(worker: Worker): Load {
   const gpus = worker.resources?.gpus ?? [];
   if (gpus.length > 0) return { percent: gpus.reduce((sum, g) => sum + g.utilization_percent, 0) / gpus.length, of: "GPU" };
@@ -28,7 +28,7 @@ export function matches(worker: Worker, filter: WorkerFilter): boolean {
   return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(query));
 }
 
-/** By run, then name: a place that stays when a worker fails and loses its rank. */
+/** By run, then name: a stable order when a worker fails and loses its rank. */
 export function byPlace(a: Worker, b: Worker): number {
   return a.job_id.localeCompare(b.job_id) || a.id.localeCompare(b.id, "en", { numeric: true });
 }

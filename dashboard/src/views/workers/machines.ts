@@ -10,7 +10,7 @@ export interface Machine {
   /** Other runs that have workers there. */
   others: string[];
   isDrained: boolean;
-  /** Why it cannot be asked to go; undefined where it can. */
+  /** Why it cannot be drained; undefined where it can. */
   refusal: string | undefined;
 }
 
@@ -31,7 +31,7 @@ export function machinesOf(run: string, workers: readonly Worker[], agents: read
   });
 }
 
-/** What happens to the run, and to others on the same machines. */
+/** Consequences for the run, and for others on the same machines. */
 export function drainText(run: string, chosen: readonly Machine[], all: readonly Machine[]): string {
   const stay = all.filter((one) => !one.isDrained && !chosen.includes(one));
   const workers = chosen.reduce((sum, one) => sum + one.workers, 0);

@@ -44,7 +44,7 @@ describe("the simulated run", () => {
     expect(state.generations.some((generation) => generation.kind === "failed" && generation.jobId === JOB)).toBe(true);
   });
 
-  it("gives every shard to somebody, evenly", async () => {
+  it("assigns every shard, evenly", async () => {
     const { simulation } = played(160);
     const plan = (await transportFor(() => simulation)(`/datasets/${DATASET}/shards`, {})) as ShardPlan;
     const counts = new Map<string | null, number>();
@@ -53,7 +53,7 @@ describe("the simulated run", () => {
     expect(Math.max(...counts.values()) - Math.min(...counts.values())).toBeLessThanOrEqual(1);
   });
 
-  it("answers what views ask for, and refuses the rest as a coordinator would", async () => {
+  it("serves what views request, and rejects the rest like a coordinator", async () => {
     const { simulation } = played(30);
     const ask = transportFor(() => simulation);
     const created = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };

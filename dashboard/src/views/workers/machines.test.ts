@@ -8,7 +8,7 @@ const WORKERS = [worker("a", "node-10"), worker("a", "node-2"), worker("a", "nod
 const AGENTS = ["node-2", "node-3", "node-4", "node-10"].map((host) => ({ host, agents: 1 }));
 const DRAINS = [{ host: "node-4", state: "draining" } as Drain];
 
-test("a machine can be drained where an agent of it is connected and nobody has asked before", () => {
+test("a machine can be drained where it has a connected agent and no drain yet", () => {
   const found = machinesOf("a", WORKERS, AGENTS, DRAINS);
   expect(found.map((one) => [one.host, one.workers, one.refusal])).toEqual([
     ["node-2", 2, undefined],
@@ -20,7 +20,7 @@ test("a machine can be drained where an agent of it is connected and nobody has 
   expect(machinesOf("a", WORKERS, undefined, []).every((one) => one.refusal !== undefined)).toBe(true);
 });
 
-test("what is said follows from who stays", () => {
+test("the text depends on the remaining machines", () => {
   const [two, ten] = machinesOf("a", [...WORKERS.slice(0, 4)], AGENTS, []);
   expect(drainText("run", [ten!], [two!, ten!])).toBe("run saves, 1 worker leaves, and it continues on node-2 or with a standby machine.");
   expect(drainText("run", [two!, ten!], [two!, ten!])).toBe("All machines of run are drained: it saves and ends, unless a standby machine takes over. Workers of b on the same machines leave too.");

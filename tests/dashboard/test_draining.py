@@ -1,5 +1,5 @@
-"""Machines are drained from the page of a worker or of a run, and the page says what will happen, what became of its runs, and why
-something cannot be drained."""
+"""Machines are drained from the page of a worker or of a run; the page shows the consequences, the outcome, and why something cannot
+be drained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.mark.timeout(300)
-def test_a_machine_is_drained_and_let_back_in_by_two_clicks(watched: Coordinator, page: Browser) -> None:
+def test_a_machine_is_drained_and_undrained_by_two_clicks(watched: Coordinator, page: Browser) -> None:
     with TrainingOrchestrator(watched.address, job_id="drained") as worker:
         worker.register_worker("drained-rank0", hostname="node-7")
         page.open("/workers?worker=drained-rank0")
@@ -36,13 +36,13 @@ def test_a_machine_is_drained_and_let_back_in_by_two_clicks(watched: Coordinator
 
 
 def refusal(page: Browser) -> str:
-    """Why the run cannot be drained; it can still be reached by keyboard, to learn that."""
+    """Why the run cannot be drained; the button stays reachable by keyboard."""
     page.see(css="button[aria-disabled=true]:has-text('Drain')")
     page.until("!document.querySelector('button[aria-disabled=true]').title.startsWith('Checking')")
     return str(page.evaluate("document.querySelector('button[aria-disabled=true]').title"))
 
 
-def test_a_run_that_nobody_can_be_asked_to_leave_says_why(watched: Coordinator, page: Browser) -> None:
+def test_a_run_that_cannot_be_drained_says_why(watched: Coordinator, page: Browser) -> None:
     with TrainingOrchestrator(watched.address, job_id="elsewhere") as worker:
         worker.register_worker("elsewhere-rank0", hostname="node-8")
         page.open("/runs/elsewhere")

@@ -1,4 +1,4 @@
-"""A large fleet that talks all the time: the page stays smooth, and as small as it was."""
+"""A large, busy fleet: the page stays smooth and does not grow."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
 
 
 class Watched(Chromium):
-    """Notes what its page holds, and how long the page's main thread worked on single tasks, slice by slice.
+    """Records memory and the main thread's task durations, slice by slice.
 
-    Tasks are measured in processor time: on a busy machine a short one takes long, and that is not the page's doing.
+    Tasks are measured in CPU time: on a busy machine wall time says nothing about the page.
     """
 
     def __init__(self) -> None:

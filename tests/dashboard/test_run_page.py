@@ -1,4 +1,4 @@
-"""The page of a run and the comparison of several, in a real browser, of runs that real workers have logged."""
+"""The page of a run and the comparison of several, in a real browser, with metrics logged by real workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.browser
 STEPS = 4_000
 NAMES = ("accuracy", "eval/loss", "grad_norm", "loss", "lr")
 SPIKE = 1_234
-"""A step whose gradient is far above all others."""
+"""A step with a gradient spike."""
 
 
 def rows(first: int, last: int, *, lift: float, started_s: float) -> pb.MetricRows:
@@ -48,7 +48,7 @@ def rows(first: int, last: int, *, lift: float, started_s: float) -> pb.MetricRo
 
 
 def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | None = None) -> None:
-    """A run of two starts, where it went back: the second one resumed at an earlier step than the first had reached."""
+    """A run; with `back_to`, of two starts, the second resumed at an earlier step than the first had reached."""
     started_s = time.time() - STEPS
     reached = STEPS if back_to is None else STEPS - 500
     starts = [(1, 0, reached)] if back_to is None else [(1, 0, reached), (2, back_to, STEPS)]
@@ -87,7 +87,7 @@ def runs(watched: Coordinator) -> Coordinator:
 
 @pytest.fixture
 def fresh(runs: Coordinator, page: Browser) -> Iterator[Browser]:
-    """A browser that keeps no layout."""
+    """A browser without a stored layout."""
     page.open("/settings")
     page.evaluate("localStorage.clear()")
     yield page
@@ -120,7 +120,7 @@ def see_drawn(page: Browser, name: str) -> None:
 
 
 def asked(page: Browser) -> list[str]:
-    """What was asked for of curves, so far."""
+    """Curve requests so far."""
     found: list[str] = page.evaluate(
         "performance.getEntriesByType('resource').map(r => r.name).filter(n => n.includes('/series'))"
     )
@@ -157,7 +157,7 @@ def test_every_metric_has_a_panel_that_may_be_pinned_moved_removed_and_added(fre
     assert "eval/loss" not in panels(page)
     page.open("/runs/alpha")
     see_drawn(page, "lr")
-    assert panels(page) == ["lr"], "what is pinned is on the overview"
+    assert panels(page) == ["lr"], "pinned panels are on the overview"
 
 
 def test_zoom_is_shared_by_all_charts_and_brings_finer_points(fresh: Browser) -> None:
@@ -172,10 +172,10 @@ def test_zoom_is_shared_by_all_charts_and_brings_finer_points(fresh: Browser) ->
         "performance.getEntriesByType('resource').some(r => r.name.includes('/series') && r.name.includes('from='))"
     )
     several = [each for each in asked(page) if "from=" in each and each.count("name=") > 1]
-    assert several, "those in view are asked for together"
+    assert several, "panels in view share a request"
     see_drawn(page, "loss")
     page.see(f"at step {last:,}", css="[data-panel='loss'] .sr-only")
-    # By the fields, on another axis, and back.
+    # By the fields, on another axis, and reset.
     page.fill("First step", "1200")
     page.fill("Last step", "1300")
     page.press("Enter")
@@ -195,12 +195,12 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
     page.until(
         "performance.getEntriesByType('resource').filter(r => r.name.includes('points=2500') && r.responseEnd > 0).length > 0"
     )
-    # Whoever asks now is not answered: what is drawn was there before.
+    # Further requests hang: what is drawn was prefetched.
     page.evaluate(
         "window.fetch = ((before) => (...args) => (args[0].url ?? String(args[0])).includes('from=')"
         " ? new Promise(() => {}) : before(...args))(window.fetch)"
     )
-    # In the first frame, before the page has followed: every chart, from more points than it had of this range.
+    # In the first frame, before the URL follows: every chart, from more points than it had of this range.
     page.evaluate(
         "document.addEventListener('mouseup', () => requestAnimationFrame(() => {"
         " window.atOnce = [location.search, ...document.querySelectorAll('[data-plot]')].map((each) => each.dataset?.points ?? each);"
@@ -224,7 +224,7 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
     summary = page.text(**panel("loss", ".sr-only"))
     begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", summary))
     assert first <= begin < end <= last
-    page.open("/runs")  # With a page of its own, and what it asks for.
+    page.open("/runs")  # Restores fetch with a page load.
 
 
 def test_a_histogram_is_one_panel_with_its_distribution(fresh: Browser, runs: Coordinator) -> None:
@@ -252,7 +252,7 @@ def test_a_histogram_is_one_panel_with_its_distribution(fresh: Browser, runs: Co
 
 
 def log_histograms(coordinator: Coordinator, name: str) -> None:
-    """A shape that has longer tails with every step."""
+    """A distribution whose tails grow with every step."""
     steps = np.arange(1, 201)
     shape = np.array(
         [float(part) for part in Histogram(np.random.default_rng(1).normal(size=9_999)).parts("")]

@@ -1,6 +1,6 @@
 /**
- * A browser that is told what to do, one JSON command a line, and answers each with one line. Whoever holds the other
- * end decides what the world does meanwhile: kills workers, stops coordinators, waits.
+ * A browser driven by JSON commands, one per line; each gets a one-line response. The caller controls everything else:
+ * kills workers, stops coordinators, waits.
  *
  *   {"n": 1, "op": "open", "url": "http://127.0.0.1:3000/"}     →     {"n": 1, "value": null}
  *   {"n": 2, "op": "see", "find": {"role": "alert"}}            →     {"n": 2, "error": "…"}
@@ -11,7 +11,7 @@ import { createInterface } from "node:readline";
 import { AxeBuilder } from "@axe-core/playwright";
 import { chromium } from "playwright-core";
 
-const PATIENCE_MS = 45_000;
+const TIMEOUT_MS = 45_000;
 const settings = JSON.parse(process.argv[2] ?? "{}");
 
 const browser = await chromium.launch({
@@ -24,7 +24,7 @@ const context = await browser.newContext({
   acceptDownloads: true,
   reducedMotion: "reduce",
 });
-context.setDefaultTimeout(PATIENCE_MS);
+context.setDefaultTimeout(TIMEOUT_MS);
 await context.addInitScript(() => {
   window.longTasks = [];
   window.violations = [];
@@ -48,7 +48,7 @@ page.on("dialog", (dialog) => {
   void dialog.dismiss();
 });
 
-/** A place on the page, named as a person would: by its role and name, its label, or its text. */
+/** A locator by role and name, label, text or CSS. */
 function place({ role, name, label, text, css, exact = false, nth = 0, inside }) {
   const root = inside ? place(inside) : page;
   const found = css
@@ -65,7 +65,7 @@ const ops = {
   open: ({ url }) => page.goto(url, { waitUntil: "load" }).then(() => null),
   reload: () => page.reload({ waitUntil: "load" }).then(() => null),
   click: ({ find }) => place(find).click(),
-  // Over a place, from point to point, each as shares of its width and height; with the button held, or twice at the end.
+  // Moves over an element from point to point, each as fractions of its width and height; with the button pressed, or with a final double click.
   mouse: async ({ find, points, held = false, twice = false }) => {
     const target = place(find);
     await target.scrollIntoViewIfNeeded();
@@ -80,20 +80,20 @@ const ops = {
   drag: ({ find, onto }) => place(find).dragTo(place(onto)),
   fill: ({ find, value }) => place(find).fill(value),
   choose: ({ find, value }) => place(find).selectOption(value).then(() => null),
-  // All are on their way before the first is acted on: what takes one key after the other in time gets them in time.
+  // All keys are sent before the first is handled, so that key sequences arrive in time.
   press: ({ keys }) => Promise.all(keys.map((key) => page.keyboard.press(key))).then(() => null),
   settle: () => page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))).then(() => null),
-  see: ({ find, patience_ms }) => place(find).waitFor({ state: "visible", timeout: patience_ms ?? PATIENCE_MS }),
-  miss: ({ find, patience_ms }) => place(find).waitFor({ state: "hidden", timeout: patience_ms ?? PATIENCE_MS }),
+  see: ({ find, timeout_ms }) => place(find).waitFor({ state: "visible", timeout: timeout_ms ?? TIMEOUT_MS }),
+  miss: ({ find, timeout_ms }) => place(find).waitFor({ state: "hidden", timeout: timeout_ms ?? TIMEOUT_MS }),
   count: ({ find }) => place({ ...find, nth: null }).count(),
   text: ({ find }) => place(find).innerText(),
   texts: ({ find }) => place({ ...find, nth: null }).allInnerTexts(),
   value: ({ find }) => place(find).inputValue(),
   url: () => page.url(),
   evaluate: ({ script }) => page.evaluate(script),
-  // Asked from outside: a page that may not evaluate text cannot be asked to wait for an expression itself.
-  until: async ({ script, patience_ms }) => {
-    const endMs = Date.now() + (patience_ms ?? PATIENCE_MS);
+  // Polled from outside: the content security policy forbids evaluating text inside the page.
+  until: async ({ script, timeout_ms }) => {
+    const endMs = Date.now() + (timeout_ms ?? TIMEOUT_MS);
     while (!(await page.evaluate(script))) {
       if (Date.now() > endMs) throw new Error("it did not become true in time");
       await page.waitForTimeout(50);
@@ -101,7 +101,7 @@ const ops = {
   },
   theme: async ({ dark }) => {
     await page.emulateMedia({ colorScheme: dark ? "dark" : "light", reducedMotion: "reduce" });
-    // Colours change over a frame or two.
+    // Colours transition over a frame or two.
     await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 150)))));
     return null;
   },
@@ -113,7 +113,7 @@ const ops = {
     return file.suggestedFilename();
   },
   axe: async ({ rules = [] }) => {
-    // There are no frames: no need for a second page to put results together.
+    // There are no frames: legacy mode needs no second page.
     const builder = new AxeBuilder({ page }).setLegacyMode(true);
     if (rules.length > 0) builder.withRules(rules);
     else builder.withTags(["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]);

@@ -1,4 +1,4 @@
-/** Which incidents somebody has dismissed on this browser. */
+/** Incidents dismissed in this browser. */
 
 import { useSyncExternalStore } from "react";
 
@@ -24,7 +24,7 @@ export function dismiss(incidents: readonly Incident[]): void {
   try {
     localStorage.setItem(KEY, JSON.stringify([...dismissed]));
   } catch {
-    // A browser that keeps nothing shows them again on its next page.
+    // Without local storage they reappear on the next page load.
   }
   for (const listener of listeners) listener();
 }

@@ -1,6 +1,6 @@
-/** Files that the browser saves. */
+/** File downloads. */
 
-/** Records, one JSON object a line. */
+/** Records as JSON lines. */
 export function saveLines(name: string, records: readonly object[]): void {
   const text = records.map((record) => JSON.stringify(record)).join("\n");
   saveBlob(`${name}-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.jsonl`, new Blob([text, "\n"], { type: "application/x-ndjson" }));
@@ -15,7 +15,7 @@ export function saveBlob(name: string, blob: Blob): void {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-/** A name that is good on every disk. */
+/** A file name that is valid on every file system. */
 export function fileName(...parts: string[]): string {
   return parts.map((part) => part.replaceAll(/[^\w.-]+/g, "_")).join("-").slice(0, 120);
 }

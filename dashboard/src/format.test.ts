@@ -15,16 +15,16 @@ describe("durations show the two largest units", () => {
   ])("%f s", (seconds, text) => expect(duration(seconds)).toBe(text));
 });
 
-describe("ages are whole seconds, so that nothing flickers", () => {
+describe("ages are in whole seconds, to avoid flicker", () => {
   it.each([[0.2, "now"], [1.9, "1 s ago"], [9.99, "9 s ago"], [61, "1 m 1 s ago"], [-5, "now"]])("%f s", (seconds, text) => expect(ago(seconds)).toBe(text));
-  it("and without a word", () => expect([age(0.3), age(12.9), age(3600)]).toEqual(["0 s", "12 s", "1 h"]));
+  it("and without \"ago\"", () => expect([age(0.3), age(12.9), age(3600)]).toEqual(["0 s", "12 s", "1 h"]));
 });
 
 describe("sizes", () => {
   it.each([[0, "0 B"], [1023, "1023 B"], [1536, "1.5 KiB"], [1_486_000_000, "1.38 GiB"], [2 ** 60, "1024 PiB"]])("%d bytes", (size, text) => expect(bytes(size)).toBe(text));
 });
 
-describe("numbers keep three figures", () => {
+describe("numbers keep three significant digits", () => {
   it.each([[0, "0"], [0.012345, "0.0123"], [1.2345, "1.23"], [12.345, "12.3"], [999.6, "1,000"], [4567.8, "4,568"], [-0.5, "-0.500"], [3e-7, "3.00e-7"]])("%f", (value, text) => expect(number(value)).toBe(text));
   it.each([[999, "999"], [1234, "1.23k"], [56_000, "56k"], [5_600_000, "5.6M"], [0.5, "0.5"], [-1500, "-1.5k"]])("compact %f", (value, text) => expect(compact(value)).toBe(text));
 });
@@ -40,7 +40,7 @@ describe("a long name keeps both ends", () => {
     expect(other).not.toBe(one);
     expect(cut("task-aaaaaaaaaaaa-rank0", 20)).not.toBe(cut("task-bbbbbbbbbbbb-rank0", 20));
   });
-  it("a short one stays, and no letter is cut in two", () => {
+  it("a short one stays, and no character is split", () => {
     expect(cut("worker-7", 20)).toBe("worker-7");
     expect(cut("😀".repeat(30), 5)).toBe("😀😀…😀😀");
   });

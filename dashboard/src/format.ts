@@ -1,4 +1,4 @@
-/** How numbers, sizes and times are written. Pure; an unknown value is an en dash, never a zero. */
+/** Formatting of numbers, sizes and times. Pure; an unknown value is an en dash, never a zero. */
 
 export const UNKNOWN = "–";
 
@@ -13,7 +13,7 @@ export function count(value: Maybe): string {
   return known(value) ? Math.round(value).toLocaleString("en-US") : UNKNOWN;
 }
 
-/** Three significant figures, with thousands: 0.01234 → "0.0123", 12.34 → "12.3", 4567.8 → "4,568" */
+/** Three significant digits, with thousands separators: 0.01234 → "0.0123", 12.34 → "12.3", 4567.8 → "4,568" */
 export function number(value: Maybe, digits = 3): string {
   if (!known(value)) return UNKNOWN;
   const size = Math.abs(value);
@@ -24,7 +24,7 @@ export function number(value: Maybe, digits = 3): string {
   return value.toFixed(Math.min(places, 6));
 }
 
-/** Short form for axes and dense places: 1234 → "1.23k", 5_600_000 → "5.6M" */
+/** Short form for axes and dense tables: 1234 → "1.23k", 5_600_000 → "5.6M" */
 export function compact(value: Maybe): string {
   if (!known(value)) return UNKNOWN;
   const size = Math.abs(value);
@@ -74,7 +74,7 @@ function pair(large: number, largeUnit: string, small: number, smallUnit: string
   return small === 0 ? `${large} ${largeUnit}` : `${large} ${largeUnit} ${small} ${smallUnit}`;
 }
 
-/** Whole seconds only, so that nothing flickers: 0.4 → "now", 12.3 → "12 s ago" */
+/** Whole seconds only, to avoid flicker: 0.4 → "now", 12.3 → "12 s ago" */
 export function ago(seconds: Maybe): string {
   if (!known(seconds)) return UNKNOWN;
   if (seconds < 1) return "now";
@@ -114,7 +114,7 @@ export function clockMs(at: Maybe): string {
 }
 
 /** Unix seconds → "14:03:59" today, "3 Nov 14:03:59" otherwise */
-export function moment(at: Maybe, nowMs: number = Date.now()): string {
+export function timestamp(at: Maybe, nowMs: number = Date.now()): string {
   if (!known(at)) return UNKNOWN;
   const same = DATE.format(at * 1000) === DATE.format(nowMs);
   return same ? clock(at) : `${DATE.format(at * 1000)} ${clock(at)}`;
@@ -125,7 +125,7 @@ export function fullTime(at: Maybe): string {
   return known(at) ? FULL.format(at * 1000) : UNKNOWN;
 }
 
-/** A long name without its middle: names share their beginnings and differ at their ends, or the other way round. */
+/** Truncates a long name in the middle: names may differ at either end. */
 export function cut(name: string, most: number): string {
   const letters = [...name];
   if (letters.length <= most) return name;

@@ -8,7 +8,7 @@ import { applyTheme, forgetTokens, startBackend } from "./mode";
 import { loadViews, router } from "./router";
 import "./styles/app.css";
 
-/** Long enough for the first view to be complete: what is loaded beside it would make it slower. */
+/** Delay before preloading, so that it does not slow down the first view. */
 const AFTER_MS = 1_000;
 
 const queries = new QueryClient({
@@ -16,7 +16,7 @@ const queries = new QueryClient({
     queries: {
       staleTime: 2_000,
       refetchOnWindowFocus: false,
-      // A refusal stays a refusal; only a lost connection is worth another try.
+      // Only lost connections are retried; an error response would repeat.
       retry: (failures, error) => failures < 2 && !(error instanceof ApiError && error.status > 0),
     },
   },
@@ -38,7 +38,7 @@ if (root) {
   );
 }
 
-/** All code that is not needed yet, now: when the coordinator is away there is nobody to ask for it. */
+/** Preloads all other code: it cannot be fetched while the coordinator is unreachable. */
 async function loadTheRest(): Promise<void> {
   await loadViews();
   await Promise.all([import("./views/Tasks"), import("./views/tasks/Job"), import("./components/Chart"), import("./shell/Palette")]);

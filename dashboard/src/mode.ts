@@ -1,4 +1,4 @@
-/** Live or demo, and dark or light: choices that stay with the browser. */
+/** Live or demo mode, and the theme, stored in the browser. */
 
 import { useSyncExternalStore } from "react";
 
@@ -26,29 +26,29 @@ export function stored(key: string): string | null {
   }
 }
 
-/** Null forgets it. */
+/** Null removes the entry. */
 export function store(key: string, value: string | null): void {
   try {
     if (value === null) localStorage.removeItem(key);
     else localStorage.setItem(key, value);
   } catch {
-    // A browser that keeps nothing still shows everything.
+    // Without local storage everything still works.
   }
 }
 
-/** Earlier versions kept tokens where every script can read them. */
+/** Earlier versions stored tokens where scripts could read them. */
 export function forgetTokens(): void {
   try {
     sessionStorage.removeItem("strata.token");
     localStorage.removeItem("strata.token");
   } catch {
-    // Nothing is kept there at all.
+    // No storage, no token.
   }
 }
 
 // --- mode -------------------------------------------------------------------------------------------------------
 
-/** A build for demonstrations knows no coordinator. */
+/** A demo build has no coordinator. */
 export const DEMO_ONLY = import.meta.env["VITE_DEMO"] === "1";
 
 let mode: Mode = DEMO_ONLY || new URLSearchParams(location.search).has("demo") || stored("strata.mode") === "demo" ? "demo" : "live";
@@ -56,13 +56,13 @@ let stop: () => void = () => undefined;
 let starts = 0;
 
 export function startBackend(): void {
-  void begin();
+  void start();
 }
 
-async function begin(): Promise<void> {
-  const start = ++starts;
+async function start(): Promise<void> {
+  const current = ++starts;
   const backend: Backend = mode === "demo" ? (await import("./demo")).demo : live;
-  if (start !== starts) return;
+  if (current !== starts) return;
   stop();
   reset();
   setTransport(backend.transport);
@@ -74,10 +74,10 @@ export function setMode(next: Mode): void {
   mode = next;
   store("strata.mode", next);
   for (const listener of listeners) listener();
-  void begin();
+  void start();
 }
 
-/** Somebody signed in or out: what follows is of the coordinator, and of whoever is known there now. */
+/** After signing in or out: reconnect as the new user, in live mode. */
 export function restart(): void {
   if (mode === "live") startBackend();
   else setMode("live");

@@ -1,4 +1,4 @@
-/** Every view is a URL, and so is every filter in it. */
+/** Every view and every filter has a URL. */
 
 import { createHashHistory, createRootRoute, createRoute, createRouter, lazyRouteComponent, Link, redirect, type ErrorComponentProps } from "@tanstack/react-router";
 import { Compass } from "lucide-react";
@@ -22,7 +22,7 @@ const checkpoints = createRoute({ getParentRoute: () => root, path: "/checkpoint
 const barriers = createRoute({ getParentRoute: () => root, path: "/barriers", component: lazyRouteComponent(() => import("./views/Barriers"), "Barriers") });
 const incidents = createRoute({ getParentRoute: () => root, path: "/incidents", component: lazyRouteComponent(() => import("./views/Incidents"), "Incidents") });
 const coordinator = createRoute({ getParentRoute: () => root, path: "/coordinator", component: lazyRouteComponent(() => import("./views/Coordinator"), "Coordinator") });
-/** Tasks are runs: what once led to a task leads to its run. */
+/** Tasks are runs: old links to a task lead to its run. */
 const tasks = createRoute({
   getParentRoute: () => root,
   path: "/tasks",
@@ -42,7 +42,7 @@ export const router = createRouter({
   defaultErrorComponent: Failed,
   defaultPendingComponent: Pending,
   defaultPreload: "intent",
-  // A static build has no server that would answer every path with the same page.
+  // A static build has no server that maps every path to index.html.
   ...(DEMO_ONLY ? { history: createHashHistory() } : {}),
 });
 
@@ -52,7 +52,7 @@ declare module "@tanstack/react-router" {
   }
 }
 
-/** The code of every view, one after the other. */
+/** Preloads the code of every view, one after the other. */
 export async function loadViews(): Promise<void> {
   for (const route of Object.values(router.routesById)) await router.loadRouteChunk(route);
 }
@@ -68,7 +68,7 @@ function Failed({ error, reset }: ErrorComponentProps) {
 function NotFound() {
   return (
     <Page title="Page not found">
-      <Empty icon={Compass} title="There is no page at this address" action={<Link to="/" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the overview</Link>}>
+      <Empty icon={Compass} title="No page at this address" action={<Link to="/" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open overview</Link>}>
         <span className="foreign font-mono text-sm break-all">{location.pathname}</span>
       </Empty>
     </Page>

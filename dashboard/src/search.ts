@@ -1,4 +1,4 @@
-/** Filters live in the URL, as plain words: `?level=warn&q=loss`. Every value is text; an empty one is left out. */
+/** Filters are stored in the URL: `?level=warn&q=loss`. Every value is text; empty ones are omitted. */
 
 import { useNavigate, useSearch } from "@tanstack/react-router";
 import { useCallback } from "react";
@@ -14,7 +14,7 @@ export function stringifySearch(search: Record<string, unknown>): string {
   return pairs.length === 0 ? "" : `?${new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString()}`;
 }
 
-/** The filters of this page, and a way to change some of them. Typing replaces the entry in the history, choosing adds one. */
+/** The filters of this page and a setter. Typing replaces the history entry, selecting adds one. */
 export function useFilters(): [Search, (change: Search, how?: { replace?: boolean }) => void] {
   const search = useSearch({ strict: false }) as Search;
   const navigate = useNavigate();

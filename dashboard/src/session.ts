@@ -1,8 +1,8 @@
 /**
  * Who is signed in, what they may do, and signing in and out.
  *
- * A token or a link's code is sent once and forgotten here; what stays is a cookie that only the browser can read. The
- * coordinator decides what is allowed: what is offered here follows it, so that nobody is sent into a refusal.
+ * A token or a link's code is sent once and not kept; the session is an HttpOnly cookie. The coordinator decides what is
+ * allowed; the page disables what it would refuse.
  */
 
 import { ApiError, httpTransport } from "./api/client";
@@ -12,29 +12,29 @@ import { useStore } from "./state/store";
 
 export const ROLES: readonly Role[] = ["viewer", "worker", "operator", "admin"];
 
-/** Each may do what the one before it may. */
+/** Each role includes the previous ones. */
 export const ABILITIES: Record<Role, string> = {
-  viewer: "sees everything, changes nothing",
-  worker: "sees everything; reports as a worker of a job",
-  operator: "starts, stops and restarts tasks, registers datasets, verifies checkpoints",
-  admin: "everything, including tokens and the audit log",
+  viewer: "read-only access",
+  worker: "read access; reports as a worker of a job",
+  operator: "starts, stops and restarts tasks, drains machines, registers datasets, verifies checkpoints, edits tags and notes",
+  admin: "full access, including tokens and the audit log",
 };
 
 export function may(session: Session | null, need: Role): boolean {
-  // Unknown: in a demo everything may be done, and a coordinator says itself what may not.
+  // Unknown session: demo mode allows everything, and the coordinator checks every call anyway.
   return session === null || ROLES.indexOf(session.role) >= ROLES.indexOf(need);
 }
 
-/** Why something cannot be done, in a sentence; undefined where it can. */
+/** Why an action is not allowed; undefined where it is. */
 export function refusalOf(session: Session | null, need: Role): string | undefined {
-  return session === null || may(session, need) ? undefined : `Needs ${need}: you are signed in as ${session.role}.`;
+  return session === null || may(session, need) ? undefined : `Requires the ${need} role; you are signed in as ${session.role}.`;
 }
 
 export function useRefusal(need: Role | undefined): string | undefined {
   return useStore((state) => (need === undefined ? undefined : refusalOf(state.session, need)));
 }
 
-/** The only job this browser may see; null: all of them. */
+/** The job this session is bound to; null: all jobs. */
 export function useOnlyJob(): string | null {
   return useStore((state) => state.session?.job_id ?? null);
 }
@@ -46,7 +46,7 @@ export async function signIn(credential: { token: string } | { code: string }): 
     throw error;
   });
   if (known?.name !== session.name) {
-    throw new ApiError("Signed in, but this browser did not keep the cookie.", { status: 401, code: "no_cookie", hint: "Allow cookies for this address and sign in again." });
+    throw new ApiError("Signed in, but this browser rejected the cookie.", { status: 401, code: "no_cookie", hint: "Allow cookies for this address and sign in again." });
   }
   restart();
 }
@@ -55,13 +55,13 @@ export async function signOut(): Promise<void> {
   try {
     await httpTransport("/session", { method: "DELETE" });
   } catch (error) {
-    // Whoever is not known any more is signed out.
+    // 401: already signed out.
     if (!(error instanceof ApiError && error.status === 401)) throw error;
   }
   restart();
 }
 
-/** The code of the link that was opened. It leaves the address bar and the history, and is found once. */
+/** The code of a sign-in link. Removed from the address bar and the history, returned once. */
 export function takeCode(): string | null {
   const code = new URLSearchParams(location.hash.slice(1)).get("code");
   if (code !== null) history.replaceState(history.state, "", location.pathname + location.search);

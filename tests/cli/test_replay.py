@@ -37,8 +37,8 @@ STORY = [
     ("WorkerJoined", "worker-01 joined on host-a"),
     ("DatasetRegistered", "dataset images registered: 1,000 samples in 10 shards"),
     ("ShardsMoved", "shard plan 1 of images, epoch 0"),
-    ("CheckpointCompleted", "checkpoint of step 5 completed: saved to local"),
-    ("CheckpointFailed", "checkpoint of step 6 failed: the disk was full"),
+    ("CheckpointCompleted", "checkpoint at step 5 completed: saved to local"),
+    ("CheckpointFailed", "checkpoint at step 6 failed: the disk was full"),
     ("BarrierReleased", "barrier epoch released at step 1: all 1 arrived"),
     ("WorkerLeft", "worker-01 left: all done"),
 ]

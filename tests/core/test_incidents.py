@@ -77,7 +77,7 @@ def test_a_kill_that_is_recovered_in_a_second_is_a_red_event_and_one_incident(fl
     (opened,) = (event for event in fleet.journal if isinstance(event, IncidentReported))
     severity, text = describe(opened)
     assert severity == "error"
-    assert "rank 1 (h1, pid 101) was killed by SIGKILL (unknown); it is restarted" in text
+    assert "rank 1 (h1, pid 101) was killed by SIGKILL (unknown); restarting" in text
     recover(fleet)
     (incident,) = shown(fleet)
     assert (incident.state, incident.rank, incident.host, incident.pid) == ("recovered", 1, "h1", 101)

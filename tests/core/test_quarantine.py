@@ -85,13 +85,13 @@ def test_a_machine_is_refused_with_its_reason_until_it_is_cleared(fleet: Fleet) 
 def test_it_is_an_event_that_says_so_and_an_incident_until_it_is_cleared(fleet: Fleet) -> None:
     add(fleet)
     (event,) = (event for event in fleet.journal if isinstance(event, HostQuarantined))
-    assert describe(event) == ("error", "machine node-7 was quarantined by ada: GPU 3 has ECC errors")
+    assert describe(event) == ("error", "machine node-7 quarantined by ada: GPU 3 has ECC errors")
     (incident,) = incidents(fleet)
     assert (incident.state, incident.host, incident.run) == ("open", "node-7", "")
     assert incident.next_step == "Fix the machine, then: strata quarantine clear node-7"
     fleet.do(ClearHost(host="node-7", by="bob"))
     (cleared,) = (event for event in fleet.journal if isinstance(event, HostCleared))
-    assert describe(cleared) == ("success", "machine node-7 may be used again: cleared by bob")
+    assert describe(cleared) == ("success", "machine node-7 released from quarantine: cleared by bob")
     assert [one.state for one in incidents(fleet)] == ["recovered"]
 
 

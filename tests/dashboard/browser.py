@@ -1,4 +1,4 @@
-"""A real browser that tests command, through the driver in `dashboard/e2e`."""
+"""A real browser for tests, through the driver in `dashboard/e2e`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.support_programs import ROOT, program
 
-import build_dashboard as build_dashboard  # isort: skip  # Beside the table of programs, which makes its folder known.
+import build_dashboard as build_dashboard  # isort: skip  # Importable through tests.support_programs, which adds its folder.
 
 DRIVER = ROOT / "dashboard" / "e2e" / "driver.mjs"
-PATIENCE_S = 45.0
+TIMEOUT_S = 45.0
 VIEWS = (
     "/",
     "/runs",
@@ -33,11 +33,11 @@ VIEWS = (
 
 
 def npx(*command: str, **environment: str) -> None:
-    """Runs one of the dashboard's own tools; what it said is the error."""
+    """Runs one of the dashboard's own tools; its output is the error message."""
     npx = program("npx")
     node = Path(npx).parent
     build_dashboard.install_modules(node)
-    said = subprocess.run(
+    ran = subprocess.run(
         [npx, "--no-install", *command],
         cwd=build_dashboard.SOURCES,
         env={**build_dashboard.environment(node), "CI": "true", **environment},
@@ -46,15 +46,15 @@ def npx(*command: str, **environment: str) -> None:
         timeout=150,
         check=False,
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 class BrowserError(Exception):
-    """What the page did not do."""
+    """A command that the page did not complete."""
 
 
 class Browser:
-    """One page. Places on it are named as a person would: role and name, label, or text."""
+    """One page. Elements are found by role and name, label, text or CSS."""
 
     def __init__(self, base: str, **settings: Any) -> None:
         chromium, node = program("chromium"), program("node")
@@ -111,7 +111,7 @@ class Browser:
     def mouse(
         self, *points: tuple[float, float], held: bool = False, twice: bool = False, **find: Any
     ) -> None:
-        """Over a place, from point to point, each as shares of its width and height."""
+        """Over an element, from point to point, each as fractions of its width and height."""
         self._do("mouse", find=find, points=points, held=held, twice=twice)
 
     def drag(self, find: dict[str, Any], onto: dict[str, Any]) -> None:
@@ -122,18 +122,18 @@ class Browser:
         self._do("press", keys=keys)
 
     def settle(self) -> None:
-        """Wait until what the page has begun to draw, or to scroll to, is there."""
+        """Wait until pending drawing and scrolling is done."""
         self._do("settle")
 
-    def see(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
-        """Wait until it is there to be seen."""
+    def see(self, text: str | None = None, *, within_s: float = TIMEOUT_S, **find: Any) -> None:
+        """Wait until it is visible."""
         found = {**find} if text is None else {"text": text, **find}
-        self._do("see", find=found, patience_ms=within_s * 1000)
+        self._do("see", find=found, timeout_ms=within_s * 1000)
 
-    def miss(self, text: str | None = None, *, within_s: float = PATIENCE_S, **find: Any) -> None:
-        """Wait until it is gone."""
+    def miss(self, text: str | None = None, *, within_s: float = TIMEOUT_S, **find: Any) -> None:
+        """Wait until it has disappeared."""
         found = {**find} if text is None else {"text": text, **find}
-        self._do("miss", find=found, patience_ms=within_s * 1000)
+        self._do("miss", find=found, timeout_ms=within_s * 1000)
 
     def count(self, **find: Any) -> int:
         return int(self._do("count", find=find))
@@ -147,9 +147,9 @@ class Browser:
     def evaluate(self, script: str) -> Any:
         return self._do("evaluate", script=script)
 
-    def until(self, script: str, *, within_s: float = PATIENCE_S) -> None:
+    def until(self, script: str, *, within_s: float = TIMEOUT_S) -> None:
         """Wait until the expression is true on the page."""
-        self._do("until", script=script, patience_ms=within_s * 1000)
+        self._do("until", script=script, timeout_ms=within_s * 1000)
 
     def size(self, width: int, height: int) -> None:
         self._do("size", width=width, height=height)
@@ -168,7 +168,7 @@ class Browser:
         return str(self._do("url"))
 
     def serious(self, rules: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """What axe calls serious or critical, by all rules of WCAG 2.2 AA or by these alone."""
+        """Serious and critical axe violations, by all rules of WCAG 2.2 AA or only by these."""
         return [
             found
             for found in self._do("axe", rules=list(rules))
@@ -176,21 +176,21 @@ class Browser:
         ]
 
     def complaints(self) -> list[str]:
-        """Errors on the console since the last time. Refusals and lost connections are shown by the page itself."""
+        """Console errors since the last call, without 4xx responses and lost connections, which the page itself shows."""
         expected = re.compile(r"Failed to load resource: (net::ERR_(?!BLOCKED)|.*status of 4\d\d)")
         return [text for text in self._do("complaints") if not expected.search(text)]
 
     def refusals(self) -> list[str]:
-        """Answers with an error since the last time, each with its address."""
+        """Error responses since the last call, each with its URL."""
         return list(self._do("refusals"))
 
     def allow(self, permission: str) -> None:
         self._do("allow", permission=permission, origin=self.base)
 
     def leave(self) -> None:
-        """Show nothing: what becomes of the server is of no interest any more."""
+        """Open a blank page: the server may stop now."""
         self._do("open", url="about:blank")
 
     def violations(self) -> list[str]:
-        """What the content security policy stopped."""
+        """Violations of the content security policy."""
         return list(self.evaluate("window.violations"))

@@ -13,7 +13,7 @@ from tests.support import Coordinator
 
 @pytest.fixture(scope="session")
 def built(program: Callable[[str], str]) -> Path:
-    """The folder of the build; made now where it is out of date."""
+    """The folder of the build; rebuilt if out of date."""
     if not build_dashboard.is_current():
         program("npm")
         build_dashboard.build()
@@ -35,7 +35,7 @@ def browser(watched: Coordinator) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, watched: Coordinator) -> Iterator[Browser]:
-    """The browser, on this coordinator; nothing may have gone wrong on the console when the test is over."""
+    """The browser on this coordinator; the console must have no errors at the end of the test."""
     browser.base = watched.url
     browser.size(1440, 900)
     browser.complaints()

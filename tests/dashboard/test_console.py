@@ -1,4 +1,4 @@
-"""The operations console against real runs: failures that stay in sight, who is slow, what would be lost, and no page that lies."""
+"""The dashboard against real runs: failures stay visible, slow workers, work at risk, and nothing untrue while disconnected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.browser
 PHONE = (390, 844)
 DESK = (1440, 900)
 SEEN = "/^(\\(\\d+\\) )?seen: /"
-"""The title of a page about the run, whether or not something is wrong."""
+"""The page title of the run, with or without incidents."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_failure_stays_in_sight_until_it_is_dismissed(
 
 
 def see_the_run(page: Browser, own: Coordinator) -> None:
-    """Loss, step, goodput, throughput and risk lead; what dies with the machine is not called safe."""
+    """Loss, step, goodput, throughput and risk come first; a copy on the machine does not count for its loss."""
     for label in ("Loss", "Step", "Goodput", "Throughput", "Work at risk"):
         page.see(label, css="[aria-label='Run seen'] dt", exact=True)
     eventually(lambda: any("snapshot_step" in w["metrics"] for w in own.get("/api/workers")), within_s=90)
@@ -79,7 +79,7 @@ def failures(own: Coordinator) -> list[dict[str, Any]]:
 
 
 def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
-    """The number of the incident that it is."""
+    """Returns the number of its incident."""
     os.kill(running.living()[1], signal.SIGKILL)
     eventually(lambda: [each["state"] for each in failures(own)] == ["recovered"], within_s=90)
     (incident,) = failures(own)
@@ -92,7 +92,7 @@ def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
     page.see(incident["text"][1:], css=card)
     page.see("recovered", css=card, within_s=60)
     page.see("Next:", css=card)
-    page.see("error: ", css="[aria-label=Events] li")  # A red event, however fast the recovery was.
+    page.see("error: ", css="[aria-label=Events] li")  # An error event, however fast the recovery was.
     page.until("/^\\(\\d+\\) seen: /.test(document.title)")
     page.until("document.querySelector('link[rel=icon]').getAttribute('href') === '/favicon-bad.svg'")
     return int(incident["id"])
@@ -100,11 +100,11 @@ def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
 
 def follow_the_card(page: Browser, number: int) -> None:
     page.open("/workers")  # On every view, also after a reload.
-    page.see("rank 1", css="[aria-label='Newest incident'] *")
+    page.see("rank 1", css="[aria-label='Latest incident'] *")
     page.open("/")
-    page.click("link", f"Why incident {number}")
+    page.click("link", f"Details of incident {number}")
     page.see(role="dialog", name=f"incident {number}")
-    for section in ("Decision", "Cost", "Phases of the recovery"):
+    for section in ("Decision", "Cost", "Recovery phases"):
         page.see(css=f"[role=dialog] [aria-label='{section}']")
     page.see("rank 1", css="[role=dialog] [aria-label^=Evidence] article *")
     page.press("Escape")
@@ -130,17 +130,17 @@ def dismiss_it(page: Browser, number: int) -> None:
 
 def see_who_is_slow(page: Browser) -> None:
     page.see(css="[aria-label='Slowest workers'] li", nth=1, within_s=60)
-    page.see("own", css="[aria-label='Slowest workers'] li span")
+    page.see("busy", css="[aria-label='Slowest workers'] li span")
     page.open("/workers")
-    page.see(css="main [data-id]:has-text('own')")
+    page.see(css="main [data-id]:has-text('busy')")
     page.open("/workers?worker=seen-rank0")
     page.see(css="[role=dialog] figure[aria-label='Step time over the last hour']")
-    page.see("Waiting for others", css="[role=dialog] dt")
+    page.see("Wait time per step", css="[role=dialog] dt")
     page.press("Escape")
 
 
 def use_a_phone(page: Browser) -> None:
-    """Nothing is wider than the page, the headline is whole, and log messages can be read."""
+    """Nothing is wider than the page, the headline is not cut off, and log messages are readable."""
     page.size(*PHONE)
     try:
         for path in ("/", "/runs", "/runs/seen", "/incidents", "/logs", "/workers", "/checkpoints"):
@@ -182,16 +182,16 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.allow("clipboard-read")
     page.click("button", "Copy on one machine")
     page.see("Copied", css="main [role=status]", within_s=30)
-    page.click("button", "Run the sample")
+    page.click("button", "Run sample")
     page.until("location.pathname.startsWith('/runs/task-')")
     task = page.url.rpartition("/")[2]
     eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "running", within_s=60)
-    page.open(f"/tasks?task={task}")  # An address of old.
+    page.open(f"/tasks?task={task}")  # An old URL.
     page.until(f"location.pathname === '/runs/{task}'")
     page.click("button", "Stop", exact=True)
     page.see(role="dialog", name="Stop sample?")
     title = "[...document.querySelectorAll('[role=dialog] h2')].at(-1)"
-    assert page.evaluate(f"{title}.scrollWidth <= {title}.clientWidth"), "the name is whole"
+    assert page.evaluate(f"{title}.scrollWidth <= {title}.clientWidth"), "the name is not cut off"
     page.click("button", "Stop task")
     eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=90)
     page.open("/")
@@ -209,7 +209,7 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
 
 
 def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: Browser) -> None:
-    """A job that has reported nothing, a dataset that nobody has read: asking about them is no mistake."""
+    """A job without reports and a dataset without readers cause no error responses."""
     page.base = own.url
     page.refusals()
     with TrainingOrchestrator(own.address, job_id="quiet") as worker:
@@ -232,8 +232,8 @@ def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: B
                 "performance.getEntriesByType('resource').some(r => r.name.includes('/api/incidents'))"
             )
             if path.startswith("/data"):
-                page.see("No run reads it")
-        # Samples of a file that is not there cannot be shown: that is said, and is the only refusal.
+                page.see("No readers yet")
+        # Samples of a missing file cannot be shown: the only error response.
         assert [text for text in page.refusals() if "/preview" not in text] == []
 
 
@@ -243,7 +243,7 @@ def test_a_dataset_is_shown_by_worker_only_where_workers_read_shards(own: Coordi
         worker.register_worker("reader-rank0")
         worker.register_dataset("d", "/data", "parquet", 400, 10)
         page.open("/data?dataset=d")
-        page.see("No run reads it")  # It may; so far it has asked for nothing.
+        page.see("No readers yet")  # It may; so far it has requested nothing.
         assert page.count(css="[aria-label='Shards by worker']") == 0
         worker.get_shards("d")
         page.see(css="[aria-label='Shards by worker'] [role=listitem]:has-text('rank0')")
@@ -254,7 +254,7 @@ def test_an_unknown_address_shows_a_page(page: Browser) -> None:
     page.see(role="heading", name="Page not found")
     page.see("/no/such/page", css="main *")
     page.until("/^(\\(\\d+\\) )?Page not found · Strata$/.test(document.title)")
-    page.click("link", "Open the overview")
+    page.click("link", "Open overview")
     page.see(role="heading", name="Overview")
 
 
@@ -271,7 +271,7 @@ def test_while_disconnected_nothing_is_invented_and_nothing_spins(own: Coordinat
         page.see("Disconnected.", css="[role=alert]")
         headline = page.text(css="[aria-label=Health] h2")
         assert headline.startswith("Last known: ")
-        # Longer than it takes a heartbeat to become late, by the banner's clock, which goes on.
+        # Longer than it takes a heartbeat to become late, by the banner's clock, which continues.
         page.until("/Data is (1[4-9]|[2-9]\\d) s old/.test(document.querySelector('[role=alert]').innerText)")
         assert page.text(css="[aria-label=Health] h2") == headline
         page.click("link", "Runs", exact=True)
@@ -294,30 +294,30 @@ async def test_hundreds_of_workers_are_counted_and_the_exceptions_named(page: Br
         await asyncio.to_thread(page.leave)
 
 
-def test_who_wants_it_is_notified_of_failures_and_stops(own: Coordinator, page: Browser) -> None:
+def test_notifications_report_failures_and_stops(own: Coordinator, page: Browser) -> None:
     page.base = own.url
     page.allow("notifications")
     page.open("/settings")
     page.click("radio", "On", inside={"role": "radiogroup", "name": "Desktop notifications"})
-    page.see("This browser shows a notification")
+    page.see("This browser notifies")
     page.open("/")
     page.see(role="heading", name="Overview")
     page.until("document.title === 'Strata'")
     page.evaluate(
-        "window.told = []; window.Notification = class extends Notification"
-        " { constructor(title, more) { super(title, more); window.told.push(title); } }"
+        "window.notified = []; window.Notification = class extends Notification"
+        " { constructor(title, more) { super(title, more); window.notified.push(title); } }"
     )
-    task = own.post("/api/tasks", {"name": "told", "type": "training", "config": {"device": "cpu"}})[1][
+    task = own.post("/api/tasks", {"name": "notified", "type": "training", "config": {"device": "cpu"}})[1][
         "task_id"
     ]
-    page.see(css="[aria-label='Run told']")
+    page.see(css="[aria-label='Run notified']")
     own.post(f"/api/tasks/{task}/stop", {})
-    page.until("window.told.includes('told stopped')")
+    page.until("window.notified.includes('notified stopped')")
     page.evaluate("localStorage.setItem('strata.notify', '0')")
 
 
 def test_nothing_of_a_wide_page_is_cut_off(page: Browser) -> None:
-    """The last column of the runs, and what the timeline says of the point under the pointer."""
+    """The last column of the runs, and the tooltip of the timeline."""
     page.size(*DESK)
     page.open("/runs?demo")
     page.see("Last logged", css="[role=columnheader] *")

@@ -1,5 +1,5 @@
-"""Machines are drained from the page of a worker or of a run, and the page says what will happen, what became of its runs, and why
-something cannot be drained."""
+"""Machines are drained from the page of a worker or of a run; the page shows the consequences, the outcome, and why something cannot
+be drained."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.mark.timeout(300)
-def test_a_machine_is_drained_and_let_back_in_by_two_clicks(watched: Coordinator, page: Browser) -> None:
+def test_a_machine_is_drained_and_undrained_by_two_clicks(watched: Coordinator, page: Browser) -> None:
     with TrainingOrchestrator(watched.address, job_id="drained") as worker:
         worker.register_worker("drained-rank0", hostname="node-7")
         page.open("/workers?worker=drained-rank0")
         page.see("Machine node-7")
         page.click("button", "Drain machine")
-        page.see("None of its agents is let in again until that is cancelled.")
-        page.fill("Seconds until the machine may be gone", "45")
+        page.see("Its agents cannot rejoin until the drain is cancelled.")
+        page.fill("Deadline (seconds)", "45")
         page.click("button", "Drain")
         page.see("no agent of it takes part in a run")
         (known,) = (one for one in watched.get("/api/drains") if one["host"] == "node-7")
         assert known["deadline"] - known["since"] == 45
         assert page.serious() == []
-        page.click("button", "Let it be used again")
+        page.click("button", "Undrain")
         page.see(role="button", name="Drain machine")
         eventually(lambda: watched.get("/api/drains") == [], within_s=30)
 
 
 def refusal(page: Browser) -> str:
-    """Why the run cannot be drained; it can still be reached by keyboard, to learn that."""
+    """Why the run cannot be drained; the button stays reachable by keyboard."""
     page.see(css="button[aria-disabled=true]:has-text('Drain')")
-    page.until("!document.querySelector('button[aria-disabled=true]').title.startsWith('Asking')")
+    page.until("!document.querySelector('button[aria-disabled=true]').title.startsWith('Checking')")
     return str(page.evaluate("document.querySelector('button[aria-disabled=true]').title"))
 
 
-def test_a_run_that_nobody_can_be_asked_to_leave_says_why(watched: Coordinator, page: Browser) -> None:
+def test_a_run_that_cannot_be_drained_says_why(watched: Coordinator, page: Browser) -> None:
     with TrainingOrchestrator(watched.address, job_id="elsewhere") as worker:
         worker.register_worker("elsewhere-rank0", hostname="node-8")
         page.open("/runs/elsewhere")
-        assert "no agent that is connected to this coordinator" in refusal(page)
+        assert "No agent of its machines is connected to this coordinator" in refusal(page)
         page.evaluate("document.querySelector('button[aria-disabled=true]').click()")
         assert page.count(role="dialog") == 0
         worker.notify_checkpoint("elsewhere-1", 1, 0, path="/ckpt/1")
@@ -68,15 +68,15 @@ def test_a_run_leaves_one_of_its_machines_and_continues_on_the_other(
         page.open("/runs/two-machines")
         page.click("button", "Drain", exact=True)
         page.see(role="dialog", name="Drain machines of two-machines?")
-        page.see("Choose at least one.")
+        page.see("Select at least one machine.")
         page.click("checkbox", "dock-a")
         page.click("checkbox", "dock-b")
-        page.see("All machines of two-machines go: it saves and ends")
+        page.see("All machines of two-machines are drained: it saves and ends")
         page.click("checkbox", "dock-a")
         page.see("two-machines saves, 1 worker leaves, and it continues on dock-a")
-        page.fill("Seconds until the machine may be gone", "soon")
-        page.see("Give a number of seconds.")
-        page.fill("Seconds until the machine may be gone", "100")
+        page.fill("Deadline (seconds)", "soon")
+        page.see("Enter a number of seconds.")
+        page.fill("Deadline (seconds)", "100")
         assert page.serious() == []
         page.click("button", "Drain", exact=True, inside={"role": "dialog"})
         page.miss(role="dialog")
@@ -87,7 +87,7 @@ def test_a_run_leaves_one_of_its_machines_and_continues_on_the_other(
         a.await_line(lambda line: line.get("world") == 1)
         (known,) = (one for one in watched.get("/api/drains") if one["host"] == "dock-b")
         assert known["deadline"] - known["since"] == 100
-        page.click("button", "Let it be used again")
+        page.click("button", "Undrain")
         page.miss(css="[aria-label='Drained machines']")
         machines.slow.unlink()
         a.finish()

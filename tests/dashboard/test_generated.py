@@ -1,4 +1,4 @@
-"""Types are written once, in Python: what is generated from them for the dashboard and for readers is current."""
+"""Types are written once, in Python: the generated files are current."""
 
 from __future__ import annotations
 

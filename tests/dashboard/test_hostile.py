@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 
 
 def shown(text: str) -> str:
-    """As a reader sees it: spaces are one space, marks without width are nothing."""
+    """As rendered: whitespace collapsed, zero-width marks removed."""
     return re.sub(r"[\s\u2028\u2029\ufeff\u200b-\u200f\u061c]+", " ", text).strip()
 
 
@@ -58,7 +58,7 @@ DRAWN = (
     "Math.max(...[...{table}.querySelectorAll('[data-row]')].map(row => row.getBoundingClientRect().bottom))"
     " >= {table}.getBoundingClientRect().top + {table}.clientHeight - 1"
 )
-"""Rows of a table are drawn a frame or more after it was scrolled to where they are."""
+"""Rows are drawn a frame or more after scrolling to them."""
 
 
 def _quoted(name: str) -> str:
@@ -104,7 +104,7 @@ def test_every_hostile_name_is_shown_as_it_is(filled: Coordinator, page: Browser
             " t.scrollTop += 200; return t.scrollTop > before; })()"
         )
     missing = {name for name in names if not any(text.startswith(name) for text in seen)}
-    assert not missing, "each stands there, before the id that it is not"
+    assert not missing, "each name is shown, before its ID"
     for view in ("/", "/workers", "/checkpoints", "/runs", "/tasks"):
         page.open(view)
         page.see(role="heading", name="", nth=0)

@@ -1,4 +1,4 @@
-"""A large fleet that talks all the time: the page stays smooth, and as small as it was."""
+"""A large, busy fleet: the page stays smooth and does not grow."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SLICE_S = 30
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_every_figure(built: object) -> None:
+def test_the_benchmark_measures_every_metric(built: object) -> None:
     program("chromium")
     load = Load(fleet=20, paints=1, updates=1, clients=3, watch_s=0.5, busy_s=1.0)
     rows = [row.name for row in run(load)]
-    for figure in (
+    for metric in (
         "JavaScript",
         "/api/dashboard",
         "first useful paint",
@@ -35,7 +35,7 @@ def test_the_benchmark_measures_every_figure(built: object) -> None:
         "/logs",
         "live clients",
     ):
-        assert any(figure in name for name in rows), figure
+        assert any(metric in name for name in rows), metric
 
 
 @pytest.mark.slow
@@ -51,14 +51,14 @@ async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
                 await asyncio.to_thread(page.evaluate, "window.usefulAt")
                 await asyncio.to_thread(page.evaluate, "window.longTasks.length = 0")
                 await asyncio.to_thread(page.watch)
-                began_s, lines = time.monotonic(), 0
-                while time.monotonic() - began_s < SOAK_S:
+                started_s, lines = time.monotonic(), 0
+                while time.monotonic() - started_s < SOAK_S:
                     for _ in range(50):
                         say(fleet, lines % fleet.size, f"line {lines}: loss 2.31")
                         lines += 1
                     if lines % (1_000 * SLICE_S) == 0:
                         await asyncio.to_thread(page.look)
-                    await asyncio.sleep(max(0.0, began_s + lines / 1_000 - time.monotonic()))
+                    await asyncio.sleep(max(0.0, started_s + lines / 1_000 - time.monotonic()))
                 blocked = await asyncio.to_thread(page.evaluate, "window.longTasks")
             beating.cancel()
     print(f"\n{lines:,} lines in {SOAK_S} s; heap in MB: {page.heaps_mb}; nodes: {page.nodes}")
@@ -71,9 +71,9 @@ async def test_a_page_left_open_neither_grows_nor_blocks(built: object) -> None:
 
 
 class Watched(Chromium):
-    """Notes what its page holds, and how long the page's main thread worked on single tasks, slice by slice.
+    """Records memory and the main thread's task durations, slice by slice.
 
-    Tasks are measured in processor time: on a busy machine a short one takes long, and that is not the page's doing.
+    Tasks are measured in CPU time: on a busy machine wall time says nothing about the page.
     """
 
     def __init__(self) -> None:

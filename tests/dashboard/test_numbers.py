@@ -1,4 +1,4 @@
-"""What the page says of several runs at once, of one that has stopped, of a worker's GPU and of events, against a real coordinator."""
+"""Several runs at once, a stopped run, a worker's GPU, and events, against a real coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 
 
 def points(coordinator: Coordinator, job: str) -> int:
-    """Seconds of which the coordinator remembers a loss of this job."""
+    """Seconds in the coordinator's history with a loss of this job."""
     found = coordinator.get(f"/api/metrics/history?job_id={job}")["series"]["loss"]["values"]
     return sum(value is not None for value in found)
 
@@ -32,12 +32,12 @@ def test_two_live_runs_keep_both_histories_and_one_that_stops_its_last_values(
         for number in (1, 2):
             eventually(lambda job=f"both-{number}": points(watched, job) >= 3, within_s=60)  # type: ignore[misc]
         page.open("/")
-        # Of both, on a page that was opened later, and they stay when only one of them has news.
+        # Both histories are there on a page opened later, and stay when only one run has events.
         for number in (1, 2):
             page.see(css=f"svg[aria-label='Loss of both-{number} over time']")
         for step in range(1, 4):
             one.notify_checkpoint(f"both-{step}", step, 0, path=f"/c/{step}", tiers=["nvme"])
-        page.see("checkpoint of step 3 completed", css="[aria-label=Events] li")
+        page.see("checkpoint at step 3 completed", css="[aria-label=Events] li")
         for number in (1, 2):
             assert page.count(css=f"svg[aria-label='Loss of both-{number} over time']") == 1
         two.deregister()
@@ -58,11 +58,11 @@ def test_saves_are_one_line_of_the_events_and_problems_are_found_by_a_filter(
         worker.notify_checkpoint("saving-6", 6, 0, path="/c/6", status="failed", reason="no space left")
         page.open("/runs/saving")
         lines = "[aria-label=Events] li"
-        page.see("checkpoint of step 5 completed", css=lines)
-        page.see("4 saves before it", css=lines)
+        page.see("checkpoint at step 5 completed", css=lines)
+        page.see("4 earlier checkpoints", css=lines)
         assert page.count(css=f"{lines}:has-text('completed')") == 1
         page.click("button", "Problems")
-        page.miss("4 saves before it", css=lines)
+        page.miss("4 earlier checkpoints", css=lines)
         page.see("no space left", css=lines)
         page.see("error: ", css=lines)
         page.click("button", "Workers", inside={"css": "[aria-label='Filter events']"})
@@ -86,11 +86,11 @@ def test_a_worker_with_a_gpu_shows_what_it_used_over_time(watched: Coordinator, 
         session.wait_for("welcome")
         session.send(heartbeat=beat)
 
-        def remembered() -> bool:
+        def recorded() -> bool:
             history = watched.get("/api/metrics/history?job_id=with-gpu&worker_id=with-gpu-rank0")
             return 87.0 in history["series"]["gpu_utilization"]["values"]
 
-        eventually(remembered, within_s=60)
+        eventually(recorded, within_s=60)
         page.open("/workers?worker=with-gpu-rank0")
         for chart in ("GPU utilization", "GPU memory", "Step time"):
             page.see(css=f"[role=dialog] figure[aria-label='{chart} over the last hour']")

@@ -1,4 +1,4 @@
-"""The page of a run and the comparison of several, in a real browser, of runs that real workers have logged."""
+"""The page of a run and the comparison of several, in a real browser, with metrics logged by real workers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.browser
 STEPS = 4_000
 NAMES = ("accuracy", "eval/loss", "grad_norm", "loss", "lr")
 SPIKE = 1_234
-"""A step whose gradient is far above all others."""
+"""A step with a gradient spike."""
 
 
-def rows(first: int, last: int, *, lift: float, began_s: float) -> pb.MetricRows:
+def rows(first: int, last: int, *, lift: float, started_s: float) -> pb.MetricRows:
     steps = np.arange(first, last + 1)
     curves = {
         "accuracy": 1 - np.exp(-steps / 2_000) - lift / 10,
@@ -44,12 +44,12 @@ def rows(first: int, last: int, *, lift: float, began_s: float) -> pb.MetricRows
         "lr": np.full(len(steps), 3e-4),
     }
     values = np.column_stack(list(curves.values())).astype("<f8")
-    return pb.MetricRows(names=curves, steps=steps, times=began_s + steps / 10, values=values.tobytes())
+    return pb.MetricRows(names=curves, steps=steps, times=started_s + steps / 10, values=values.tobytes())
 
 
 def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | None = None) -> None:
-    """A run of two starts, where it went back: the second one resumed at an earlier step than the first had reached."""
-    began_s = time.time() - STEPS
+    """A run; with `back_to`, of two starts, the second resumed at an earlier step than the first had reached."""
+    started_s = time.time() - STEPS
     reached = STEPS if back_to is None else STEPS - 500
     starts = [(1, 0, reached)] if back_to is None else [(1, 0, reached), (2, back_to, STEPS)]
     for generation, resumed, last in starts:
@@ -64,12 +64,12 @@ def log_run(coordinator: Coordinator, name: str, *, lr: float, back_to: int | No
             worker.register_worker(f"{name}-rank0", run_id=f"run-of-{name}", run_generation=generation)
             outbox = MetricOutbox(
                 generation=generation,
-                started_ms=int(began_s * 1000) + generation,
+                started_ms=int(started_s * 1000) + generation,
                 resumed_step=resumed,
                 details=packed(details),
             )
             worker.send_metrics(outbox)
-            outbox.put(rows(resumed + 1, last, lift=lr * 1_000 + generation / 10, began_s=began_s))
+            outbox.put(rows(resumed + 1, last, lift=lr * 1_000 + generation / 10, started_s=started_s))
             for step in (1_000, 2_000):
                 worker.notify_checkpoint(
                     f"{name}-{generation}-{step}", step, 0, f"/c/{step}", 1_000, tiers=["memory", "nvme"]
@@ -87,7 +87,7 @@ def runs(watched: Coordinator) -> Coordinator:
 
 @pytest.fixture
 def fresh(runs: Coordinator, page: Browser) -> Iterator[Browser]:
-    """A browser that keeps no layout."""
+    """A browser without a stored layout."""
     page.open("/settings")
     page.evaluate("localStorage.clear()")
     yield page
@@ -110,7 +110,7 @@ def query(page: Browser) -> dict[str, str]:
 
 
 def choose_of(page: Browser, name: str, what: str) -> None:
-    page.click("button", f"More for {name}", exact=True)
+    page.click("button", f"Actions for {name}", exact=True)
     page.click("menuitem", what)
 
 
@@ -120,7 +120,7 @@ def see_drawn(page: Browser, name: str) -> None:
 
 
 def asked(page: Browser) -> list[str]:
-    """What was asked for of curves, so far."""
+    """Curve requests so far."""
     found: list[str] = page.evaluate(
         "performance.getEntriesByType('resource').map(r => r.name).filter(n => n.includes('/series'))"
     )
@@ -157,7 +157,7 @@ def test_every_metric_has_a_panel_that_may_be_pinned_moved_removed_and_added(fre
     assert "eval/loss" not in panels(page)
     page.open("/runs/alpha")
     see_drawn(page, "lr")
-    assert panels(page) == ["lr"], "what is pinned is on the overview"
+    assert panels(page) == ["lr"], "pinned panels are on the overview"
 
 
 def test_zoom_is_shared_by_all_charts_and_brings_finer_points(fresh: Browser) -> None:
@@ -172,10 +172,10 @@ def test_zoom_is_shared_by_all_charts_and_brings_finer_points(fresh: Browser) ->
         "performance.getEntriesByType('resource').some(r => r.name.includes('/series') && r.name.includes('from='))"
     )
     several = [each for each in asked(page) if "from=" in each and each.count("name=") > 1]
-    assert several, "those in view are asked for together"
+    assert several, "panels in view share a request"
     see_drawn(page, "loss")
     page.see(f"at step {last:,}", css="[data-panel='loss'] .sr-only")
-    # By the fields, on another axis, and back.
+    # By the fields, on another axis, and reset.
     page.fill("First step", "1200")
     page.fill("Last step", "1300")
     page.press("Enter")
@@ -195,12 +195,12 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
     page.until(
         "performance.getEntriesByType('resource').filter(r => r.name.includes('points=2500') && r.responseEnd > 0).length > 0"
     )
-    # Whoever asks now is not answered: what is drawn was there before.
+    # Further requests hang: what is drawn was prefetched.
     page.evaluate(
         "window.fetch = ((before) => (...args) => (args[0].url ?? String(args[0])).includes('from=')"
         " ? new Promise(() => {}) : before(...args))(window.fetch)"
     )
-    # In the first frame, before the page has followed: every chart, from more points than it had of this range.
+    # In the first frame, before the URL follows: every chart, from more points than it had of this range.
     page.evaluate(
         "document.addEventListener('mouseup', () => requestAnimationFrame(() => {"
         " window.atOnce = [location.search, ...document.querySelectorAll('[data-plot]')].map((each) => each.dataset?.points ?? each);"
@@ -221,10 +221,10 @@ def test_a_zoom_into_what_was_looked_at_is_drawn_from_points_that_are_there(fres
     page.until(
         "/at step ([0-9,]+), [^,]+ at step ([0-9,]+)/.test(document.querySelector(\"[data-panel='loss'] .sr-only\").textContent)"
     )
-    said = page.text(**panel("loss", ".sr-only"))
-    begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", said))
+    summary = page.text(**panel("loss", ".sr-only"))
+    begin, end = (int(each.replace(",", "")) for each in re.findall(r"at step ([0-9,]+)", summary))
     assert first <= begin < end <= last
-    page.open("/runs")  # With a page of its own, and what it asks for.
+    page.open("/runs")  # Restores fetch with a page load.
 
 
 def test_a_histogram_is_one_panel_with_its_distribution(fresh: Browser, runs: Coordinator) -> None:
@@ -252,7 +252,7 @@ def test_a_histogram_is_one_panel_with_its_distribution(fresh: Browser, runs: Co
 
 
 def log_histograms(coordinator: Coordinator, name: str) -> None:
-    """A shape that has longer tails with every step."""
+    """A distribution whose tails grow with every step."""
     steps = np.arange(1, 201)
     shape = np.array(
         [float(part) for part in Histogram(np.random.default_rng(1).normal(size=9_999)).parts("")]
@@ -294,8 +294,8 @@ def test_what_was_abandoned_is_kept_and_a_panel_is_exported(fresh: Browser, tmp_
     page.open("/runs/alpha?tab=charts&q=loss")
     see_drawn(page, "loss")
     page.see("1 abandoned branch.", css="[data-panel='loss'] .sr-only")
-    page.see("Marked: 0 failures, 4 checkpoints.", css="[data-panel='loss'] .sr-only")
-    page.click("button", "More for loss", exact=True)
+    page.see("Markers: 0 failures, 4 checkpoints.", css="[data-panel='loss'] .sr-only")
+    page.click("button", "Actions for loss", exact=True)
     assert page.download(tmp_path / "loss.csv", "menuitem", "Export CSV") == "alpha-loss.csv"
     with (tmp_path / "loss.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -303,7 +303,7 @@ def test_what_was_abandoned_is_kept_and_a_panel_is_exported(fresh: Browser, tmp_
     abandoned = [int(line["step"]) for line in lines if line["branch"] == "abandoned, generation 1"]
     assert committed == list(range(1, STEPS + 1))
     assert (abandoned[0], abandoned[-1]) == (2_501, 3_500)
-    page.click("button", "More for loss", exact=True)
+    page.click("button", "Actions for loss", exact=True)
     assert page.download(tmp_path / "loss.png", "menuitem", "Export PNG") == "alpha-loss.png"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     choose_of(page, "loss", "Enlarge")
@@ -316,7 +316,7 @@ def test_a_run_says_how_it_was_started_and_keeps_tags_and_notes(fresh: Browser, 
     page.see("train.py --lr 0.0003", css="pre")
     page.see("0123456789ab", css="dd span", exact=True)
     page.see("model.width", css="dt")
-    page.see("2,500", css="[aria-label='Starts of the run'] td")
+    page.see("2,500", css="[aria-label=Starts] td")
     page.fill("New tag", "baseline")
     page.click("button", "Add tag")
     page.see("baseline", css="[aria-label=Tags] li")
@@ -373,7 +373,7 @@ def test_a_run_that_logs_nothing_says_so_and_asks_for_nothing(runs: Coordinator,
         page.open("/runs/silent?tab=charts")
         page.see("No metrics logged")
         page.click("radio", "Details")
-        page.see("No start of this run has reported its command", css="p")
+        page.see("No launch command reported", css="p")
         asked_for = (
             "performance.getEntriesByType('resource').filter(r => r.name.includes('/api/runs/')).length"
         )
@@ -417,7 +417,7 @@ def test_a_failure_and_the_log_of_a_run_are_on_its_page(
         os.kill(running.living()[1], signal.SIGKILL)
         eventually(lambda: watched.get("/api/incidents?run=marked"), within_s=90)
         page.open("/runs/marked?tab=charts")
-        page.see("Marked: 1 failure", css="[data-panel='lr'] .sr-only", within_s=90)
+        page.see("Markers: 1 failure", css="[data-panel='lr'] .sr-only", within_s=90)
         page.click("radio", "Details")
         page.see("recoverable_script.py", css="pre")
         page.see("snapshot_every", css="dt")

@@ -1,4 +1,4 @@
-"""The coordinator serves the dashboard's files, and only those, with headers a browser can rely on."""
+"""The coordinator serves the dashboard's files, and only those, with correct headers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_view_is_the_application_and_nothing_else_is(watched: Coordinator)
     assert ask(watched, "/", "POST")[0] in (404, 405)
 
 
-def test_bundles_are_cached_for_ever_and_come_packed(watched: Coordinator) -> None:
+def test_bundles_are_immutable_and_compressed(watched: Coordinator) -> None:
     index = ask(watched, "/")[2].decode()
     bundles = re.findall(r'(?:src|href)="(/assets/[^"]+)"', index)
     assert any(path.endswith(".js") for path in bundles)
@@ -155,8 +155,8 @@ def test_a_page_in_development_shows_and_changes_the_coordinator_it_is_given(
     )
     assert server.stdout is not None
     try:
-        said = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
-        page.base = next(found[0] for found in said if found)
+        found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
+        page.base = next(match[0] for match in found if match)
         page.open("/data?register=1")
         page.see("Live", css="nav *", within_s=60)
         for label, text in {"ID": "from-development", "Path": "/data/x", "Samples": "10"}.items():

@@ -1,5 +1,4 @@
-"""Signing in to the dashboard of a coordinator that knows nobody by their connection: with a token, by a link, out again;
-and what each role is offered."""
+"""Signing in to a coordinator that requires a token: with a token, by a link, signing out; and what each role may do."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ GUESS = """(async () => {
     }
     document.querySelector('form').requestSubmit();
 })()"""
-"""Until it is refused; then once more, in the form."""
+"""Until the rate limit; then once more, in the form."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def guarded(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 @pytest.fixture
 def visitor(page: Browser, guarded: Coordinator) -> Iterator[Browser]:
-    """A browser that nobody has signed in yet."""
+    """A browser that is not signed in."""
     page.base = guarded.url
     yield page
     page.size(1440, 900)
@@ -62,7 +61,7 @@ def sign_in(page: Browser, secret: str, path: str = "/") -> None:
     page.miss(role="heading", name=TITLE)
 
 
-def test_a_token_signs_in_to_the_page_one_asked_for_and_no_script_can_read_it(visitor: Browser) -> None:
+def test_a_token_opens_the_requested_page_and_no_script_can_read_it(visitor: Browser) -> None:
     visitor.open("/incidents?state=open")
     visitor.see("A token is required.")
     assert visitor.evaluate("document.activeElement.type") == "password"
@@ -78,7 +77,7 @@ def test_a_token_signs_in_to_the_page_one_asked_for_and_no_script_can_read_it(vi
     kept = visitor.evaluate("JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}])")
     assert json.loads(kept)[0] == ""
     assert ADMIN not in kept
-    # The event stream is the cookie's as well.
+    # The event stream uses the cookie as well.
     visitor.see("Live", css="nav *")
     visitor.click("button", "Sign out", exact=True)
     visitor.see(role="heading", name=TITLE)
@@ -98,7 +97,7 @@ def test_a_link_signs_in_once_and_leaves_the_address_bar(
     assert visitor.url == f"{guarded.url}/"
     visitor.click("button", "Sign out", exact=True)
     visitor.see(role="heading", name=TITLE)
-    # The page is the same one: only what stands behind the '#' is new.
+    # The same page: only the fragment changes.
     visitor.open("/sign-in")
     visitor.see(role="heading", name=TITLE)
     visitor.evaluate(f"location.hash = 'code={code}'")
@@ -107,11 +106,11 @@ def test_a_link_signs_in_once_and_leaves_the_address_bar(
     assert visitor.evaluate("fetch('/api/session').then(r => r.status)") == 401
 
 
-def test_a_viewer_is_offered_no_change_and_sees_why(visitor: Browser, guarded: Coordinator) -> None:
+def test_a_viewer_cannot_change_anything_and_sees_why(visitor: Browser, guarded: Coordinator) -> None:
     sign_in(visitor, token(guarded, "viewer")["token"], "/tasks?start=1")
     visitor.see(css="header button[aria-disabled=true]", text="Start task")
     why = "document.querySelector('header button[aria-disabled]').title"
-    assert visitor.evaluate(why) == "Needs operator: you are signed in as viewer."
+    assert visitor.evaluate(why) == "Requires the operator role; you are signed in as viewer."
     visitor.evaluate("document.querySelector('header button[aria-disabled]').click()")
     visitor.settle()
     assert visitor.count(role="dialog") == 0
@@ -119,13 +118,13 @@ def test_a_viewer_is_offered_no_change_and_sees_why(visitor: Browser, guarded: C
     visitor.see(css="header button[aria-disabled=true]", text="Register dataset")
     assert visitor.count(role="dialog") == 0
     visitor.open("/settings")
-    visitor.see("viewer: sees everything, changes nothing.")
+    visitor.see("viewer: read-only access.")
     assert visitor.count(role="heading", name="Tokens") == 0
     start = "fetch('/api/tasks', {method: 'POST', body: '{}', headers: {'Content-Type': 'application/json'}})"
     assert visitor.evaluate(f"{start}.then(r => r.status)") == 403
 
 
-def test_an_operator_is_offered_changes_and_no_tokens(visitor: Browser, guarded: Coordinator) -> None:
+def test_an_operator_can_make_changes_but_sees_no_tokens(visitor: Browser, guarded: Coordinator) -> None:
     sign_in(visitor, token(guarded, "operator")["token"], "/tasks?start=1")
     visitor.see(role="dialog", name="Start task")
     visitor.open("/settings")
@@ -140,14 +139,14 @@ def test_a_revoked_token_signs_out_and_nothing_stays_on_the_page(
     sign_in(visitor, made["token"], "/settings")
     visitor.see(role="heading", name="Connection")
     assert guarded.call("DELETE", f"/api/tokens/{made['id']}", token=ADMIN)[0] == 204
-    visitor.see("Your sign-in has ended", within_s=10)
+    visitor.see("Your session has ended", within_s=10)
     assert visitor.count(role="heading", name="Connection") == 0
     visitor.fill("Token", ADMIN)
     visitor.press("Enter")
     visitor.see(role="heading", name="Connection")
 
 
-def test_an_admin_creates_and_revokes_a_token_and_reads_who_did_what(
+def test_an_admin_creates_and_revokes_a_token_and_reads_the_audit_log(
     visitor: Browser, guarded: Coordinator, tmp_path: Path
 ) -> None:
     sign_in(visitor, ADMIN, "/settings")
@@ -180,9 +179,7 @@ def test_an_admin_creates_and_revokes_a_token_and_reads_who_did_what(
     assert visitor.serious() == []
 
 
-def test_whoever_is_bound_to_a_job_sees_that_job_alone_and_why(
-    visitor: Browser, guarded: Coordinator
-) -> None:
+def test_a_session_bound_to_a_job_sees_only_that_job_and_why(visitor: Browser, guarded: Coordinator) -> None:
     task = guarded.post("/api/tasks", {"name": "mine", "type": "training"}, token=ADMIN)[1]["task_id"]
     made = token(guarded, "viewer", job_id=task)
     sign_in(visitor, made["token"], "/workers")
@@ -199,7 +196,7 @@ def test_whoever_is_bound_to_a_job_sees_that_job_alone_and_why(
     visitor.see(role="heading", name="Logs")
     visitor.see("No log lines yet")
     assert visitor.texts(css="nav[aria-label=Views] a[title]")[:3] == ["Runs", "Logs", "Settings"]
-    # It never asked for what it may not see.
+    # It never requested what it may not see.
     refused = guarded.call("GET", f"/api/audit-log?q={made['id']}", token=ADMIN)[1]
     assert [entry for entry in refused if entry["outcome"] == "refused"] == []
 
@@ -217,7 +214,7 @@ def test_a_narrow_page_signs_in_without_scrolling_sideways(visitor: Browser) -> 
     visitor.see(role="heading", name=TITLE)
 
 
-def test_whoever_guesses_is_asked_to_wait(page: Browser, tmp_path: Path) -> None:
+def test_guessing_tokens_is_rate_limited(page: Browser, tmp_path: Path) -> None:
     server = Coordinator(tmp_path / "coordinator", env={"STRATA_TOKEN": ADMIN}).start()
     try:
         page.base = server.url
@@ -230,13 +227,11 @@ def test_whoever_guesses_is_asked_to_wait(page: Browser, tmp_path: Path) -> None
         server.stop()
 
 
-def test_whoever_started_the_coordinator_is_known_without_signing_in(
-    page: Browser, watched: Coordinator
-) -> None:
+def test_the_user_who_started_the_coordinator_needs_no_sign_in(page: Browser, watched: Coordinator) -> None:
     page.open("/settings")
     user = pwd.getpwuid(os.getuid()).pw_name
     page.see(role="link", name=f"Signed in: user {user} (uid {os.getuid()}) admin")
-    page.see("The coordinator knows you without a sign-in.")
+    page.see("This connection needs no sign-in.")
     assert page.count(role="button", name="Sign out") == 0
     page.open("/sign-in")
     page.click("link", "Open the dashboard")

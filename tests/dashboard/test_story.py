@@ -1,5 +1,5 @@
-"""A run from beginning to end without a terminal: data, task, a crash, a checkpoint, logs, the end; and a coordinator
-that goes away and comes back."""
+"""A run from start to end without a terminal: dataset, task, crash, checkpoint, logs, stop; and a coordinator that is lost
+and comes back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_survivors_of_a_lost_rank_are_shown_as_survivors(
         page.see(css="canvas[aria-label^='3 workers up, 0 lost']")
         os.kill(running.living()[1], signal.SIGKILL)
         page.see("2 survived in process, rank1 lost", css="[aria-label=Recoveries] *", within_s=90)
-        page.see("rank 1 ", css="[aria-label=Recoveries] *")  # What became of it.
+        page.see("rank 1 ", css="[aria-label=Recoveries] *")  # Its outcome.
         page.see("2 survived in process, rank1 joined", css="[aria-label=Recoveries] *", within_s=90)
         joined = [e["data"] for e in watched.get("/api/events/recent") if e["event"] == "worker_joined"]
         assert sorted(e["spec"]["worker_id"] for e in joined if e["spec"]["job_id"] == "survivors") == [
@@ -77,8 +77,8 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
 
     def train(worker: TrainingOrchestrator, epoch: int, samples: int) -> None:
         nonlocal commit
-        begun = commit.coverage("rounds", epoch).covered.size
-        trained = RankRecord(dataset="rounds", epoch=epoch, total=400, rank=0).with_span(begun, samples)
+        start = commit.coverage("rounds", epoch).covered.size
+        trained = RankRecord(dataset="rounds", epoch=epoch, total=400, rank=0).with_span(start, samples)
         commit = commit.next([trained], world_size=1)
         step = 1000 * epoch + samples
         worker.notify_checkpoint(f"rounds-{step}", step, epoch, path=f"/ckpt/{step}", data=commit.to_json())
@@ -101,7 +101,7 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
         train(worker, 1, 400)
         train(worker, 2, 40)
         sees(epoch=2, percent=10)
-        page.see("So are the previous 2 epochs.", css="main p")
+        page.see("Same for the previous 2 epochs.", css="main p")
 
 
 def register_a_dataset(page: Browser, file: Path) -> None:
@@ -139,7 +139,7 @@ def start_a_task(page: Browser, own: Coordinator) -> str:
     page.choose("Device", "cpu")
     page.fill("model › N embd", "32")
     page.fill("Seq length", "32")
-    page.fill("Keep checkpoints", "1000")  # Whoever looks at one has time for it.
+    page.fill("Keep checkpoints", "1000")  # None is removed while the test looks at it.
     page.click("button", "Start", exact=True)
     page.see(role="dialog", name=TASK)
     task = parse_qs(urlsplit(page.url).query)["task"][0]
@@ -159,7 +159,7 @@ def watch_a_checkpoint_complete(page: Browser, task: str) -> None:
 
 
 def see_what_was_read(page: Browser) -> None:
-    """All ranks read in one shared order: no worker is said to have shards of its own."""
+    """All ranks read in one shared order: no worker has shards of its own."""
     page.open("/data")
     page.see("All ranks of", css="main p")
     page.see(css="[aria-label='Trained samples']")
@@ -167,7 +167,7 @@ def see_what_was_read(page: Browser) -> None:
 
 
 def see_a_worker_die_and_recover(page: Browser, own: Coordinator, task: str) -> None:
-    """The worker may be back before anybody has opened a page, so what is looked for is what stays."""
+    """The worker may be back before the page is open, so only what stays visible is checked."""
     page.open(f"/runs/{task}")
     page.see("No recoveries")
     page.see(css="[data-panel=loss] canvas")
@@ -192,9 +192,9 @@ def filter_the_logs(page: Browser, task: str, folder: Path) -> None:
     page.click("button", "Pause")
     page.see(role="button", name="Resume")
     page.settle()
-    held = page.texts(css="[role=log] [data-row]")
+    before = page.texts(css="[role=log] [data-row]")
     page.until("/\\d+ new/.test(document.querySelector('header')?.parentElement?.textContent ?? '')")
-    assert page.texts(css="[role=log] [data-row]") == held, "what is paused does not change"
+    assert page.texts(css="[role=log] [data-row]") == before, "a paused log does not change"
     saved = folder / "logs.jsonl"
     page.download(saved, "button", "Export")
     lines = [json.loads(line) for line in saved.read_text().splitlines()]
@@ -217,7 +217,7 @@ def stop_the_task(page: Browser, own: Coordinator, task: str) -> None:
 def lose_and_regain_the_coordinator(page: Browser, own: Coordinator) -> None:
     page.open("/data")
     page.see(css="[role=row]", text=DATASET)
-    # What is loaded last is there, and so is the code of every view.
+    # The last preload is done, and so is the code of every view.
     page.until("performance.getEntriesByType('resource').some(r => r.name.includes('/assets/demo-'))")
     own.kill()
     page.see("Disconnected.", css="[role=alert]")

@@ -1,5 +1,5 @@
 // @vitest-environment node
-/** Against a real server that breaks off. */
+/** Against a real server that drops connections. */
 
 import { createServer, type Server, type ServerResponse } from "node:http";
 import type { AddressInfo } from "node:net";
@@ -14,8 +14,8 @@ afterEach(() => {
   server.close();
 });
 
-/** What a call says when the server answers like this. */
-async function said(answer: (response: ServerResponse) => void): Promise<unknown> {
+/** Result or error of a call to a server that responds like this. */
+async function outcomeOf(answer: (response: ServerResponse) => void): Promise<unknown> {
   server = createServer((_, response) => answer(response));
   await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
   vi.stubEnv("VITE_API_URL", `http://127.0.0.1:${(server.address() as AddressInfo).port}/api`);
@@ -24,8 +24,8 @@ async function said(answer: (response: ServerResponse) => void): Promise<unknown
   return await get("/workers").catch((error: unknown) => error);
 }
 
-it("takes a response that breaks off for a lost connection", async () => {
-  const error = await said((response) => {
+it("treats a truncated response as a lost connection", async () => {
+  const error = await outcomeOf((response) => {
     response.writeHead(200, { "Content-Type": "application/json", "Content-Length": 100 });
     response.write("[1, 2");
     setTimeout(() => response.destroy(), 20);
@@ -33,21 +33,21 @@ it("takes a response that breaks off for a lost connection", async () => {
   expect(error).toMatchObject({ code: "unreachable", status: 0, message: "Cannot reach the coordinator: the connection was lost." });
 });
 
-it("tells a complete response that is not JSON from that", async () => {
-  const error = await said((response) => response.writeHead(200).end("<html>"));
+it("distinguishes a complete response that is not JSON", async () => {
+  const error = await outcomeOf((response) => response.writeHead(200).end("<html>"));
   expect(error).toMatchObject({ code: "not_json", status: 200 });
 });
 
-it("says what a refusal says", async () => {
-  const error = await said((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
+it("passes on the message and hint of an error response", async () => {
+  const error = await outcomeOf((response) => response.writeHead(422).end(JSON.stringify({ code: "invalid", message: "No.", hint: "Ask otherwise." })));
   expect(error).toMatchObject({ code: "invalid", status: 422, message: "No.", hint: "Ask otherwise." });
 });
 
-it("knows how long it is asked to wait", async () => {
-  const error = await said((response) => response.writeHead(429, { "Retry-After": "3" }).end(JSON.stringify({ code: "forbidden", message: "Too many.", hint: "Wait." })));
+it("reads Retry-After", async () => {
+  const error = await outcomeOf((response) => response.writeHead(429, { "Retry-After": "3" }).end(JSON.stringify({ code: "forbidden", message: "Too many.", hint: "Wait." })));
   expect(error).toMatchObject({ status: 429, message: "Too many.", retryAfterS: 3 });
 });
 
-it("takes an answer without content for done", async () => {
-  expect(await said((response) => response.writeHead(204).end())).toBeNull();
+it("returns null for 204 No Content", async () => {
+  expect(await outcomeOf((response) => response.writeHead(204).end())).toBeNull();
 });

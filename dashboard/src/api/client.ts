@@ -1,19 +1,19 @@
 /**
- * Calls to the coordinator. Every refusal becomes an `ApiError` that says what happened and what to do next.
+ * Calls to the coordinator. Every error becomes an `ApiError` that says what happened and what to do next.
  *
- * No script ever holds a credential for longer than it takes to sign in: the browser sends the cookie of the sign-in itself.
+ * Scripts never keep a credential after signing in: the browser sends the session cookie itself.
  */
 
 export const API_URL: string = (import.meta.env["VITE_API_URL"] as string | undefined)?.replace(/\/+$/, "") || "/api";
 
 export class ApiError extends Error {
   override readonly name = "ApiError";
-  /** 0 when no answer came at all. */
+  /** 0 without a response. */
   readonly status: number;
   readonly code: string;
   readonly hint: string;
   readonly details: { field?: string; message?: string }[];
-  /** How long the coordinator asks to wait before the next attempt; 0 where it does not. */
+  /** Seconds to wait before the next attempt (Retry-After); 0 without one. */
   readonly retryAfterS: number;
 
   constructor(message: string, about: { status: number; code: string; hint?: string; details?: { field?: string; message?: string }[]; retryAfterS?: number }) {
@@ -28,18 +28,18 @@ export class ApiError extends Error {
 
 export interface Call {
   method?: "GET" | "POST" | "DELETE";
-  /** A list is given once for each of its values. */
+  /** A list becomes one parameter per value. */
   query?: Record<string, string | number | boolean | readonly string[] | null | undefined>;
   body?: unknown;
   signal?: AbortSignal | undefined;
 }
 
-/** Answers one call with decoded JSON, or throws an `ApiError`. Demo mode brings its own. */
+/** Returns decoded JSON, or throws an `ApiError`. Demo mode has its own. */
 export type Transport = (path: string, call: Call) => Promise<unknown>;
 
 let unauthorized: () => void = () => undefined;
 
-/** Who is to know that a call was refused because the coordinator does not know who makes it (any more). */
+/** Called when a request fails with 401: not signed in, or not any more. */
 export function onUnauthorized(listener: () => void): void {
   unauthorized = listener;
 }
@@ -51,12 +51,12 @@ export function withQuery(path: string, query: Call["query"]): string {
   return `${path}?${new URLSearchParams(flat).toString()}`;
 }
 
-const PATIENCE_MS = 30_000;
+const TIMEOUT_MS = 30_000;
 
 export const httpTransport: Transport = async (path, call) => {
-  const patience = AbortSignal.timeout(PATIENCE_MS);
-  const signal = call.signal ? AbortSignal.any([call.signal, patience]) : patience;
-  const lost = (how: string) => unreachable(patience.aborted ? `no response within ${PATIENCE_MS / 1000} s` : how);
+  const timeout = AbortSignal.timeout(TIMEOUT_MS);
+  const signal = call.signal ? AbortSignal.any([call.signal, timeout]) : timeout;
+  const lost = (how: string) => unreachable(timeout.aborted ? `no response within ${TIMEOUT_MS / 1000} s` : how);
   let response: Response;
   try {
     response = await fetch(API_URL + withQuery(path, call.query), {
@@ -74,7 +74,7 @@ export const httpTransport: Transport = async (path, call) => {
     throw lost("the connection was refused or lost");
   }
   if (!response.ok) {
-    // Signing in may fail without anything having changed.
+    // A failed sign-in does not end the current session.
     if (response.status === 401 && path !== "/session") unauthorized();
     throw await refusal(response);
   }
@@ -105,7 +105,7 @@ export async function refusal(response: Response): Promise<ApiError> {
   try {
     body = (await response.json()) as typeof body;
   } catch {
-    // A proxy's page: the status must do.
+    // Not JSON, probably a proxy's error page: only the status is known.
   }
   return new ApiError(body.message ?? `The request failed: ${response.status} ${response.statusText}.`, {
     status: response.status,

@@ -1,4 +1,4 @@
-/** What the coordinator said about single fields of a form. */
+/** Validation errors of single form fields. */
 
 import { ApiError } from "./client";
 
@@ -8,7 +8,7 @@ export function errorOf(error: unknown, field: string): string | undefined {
   return error.details.find((detail) => detail.field?.split(".").at(-1) === field)?.message;
 }
 
-/** Everything said about what is inside of one field, by the path within it. */
+/** Errors inside one field, by the path within it. */
 export function errorsInside(error: unknown, field: string): Record<string, string> {
   if (!(error instanceof ApiError)) return {};
   const start = `${field}.`;

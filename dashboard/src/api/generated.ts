@@ -27,7 +27,7 @@ export interface AuditEntry {
   count: number;
 }
 
-/** The committed history of one epoch, added up. */
+/** Totals over the committed history of one epoch. */
 export interface AuditView {
   job_id: string;
   dataset_id: string;
@@ -756,7 +756,7 @@ export interface IncidentView {
   failures: Failure[];
 }
 
-/** What a job has last reported, also when nobody is in it any more. */
+/** The last report of a job, kept after its workers have left. */
 export interface JobView {
   id: string;
   at: number;

@@ -16,8 +16,8 @@ export function Card(props: { title?: ReactNode; hint?: ReactNode; actions?: Rea
   );
 }
 
-/** One number that matters, with its unit and what it means. */
-export function Figure(props: { label: string; value: ReactNode; unit?: string; hint?: ReactNode; children?: ReactNode }) {
+/** One key number with its unit and a hint. */
+export function Stat(props: { label: string; value: ReactNode; unit?: string; hint?: ReactNode; children?: ReactNode }) {
   return (
     <section className="flex min-w-0 flex-col gap-1 rounded-lg border bg-surface px-4 py-3">
       <h2 className="text-sm text-muted">{props.label}</h2>
@@ -31,7 +31,7 @@ export function Figure(props: { label: string; value: ReactNode; unit?: string; 
   );
 }
 
-/** Names and values, side by side. */
+/** Label-value pairs. */
 export function Facts(props: { items: readonly (readonly [label: string, value: ReactNode])[]; columns?: 1 | 2 }) {
   return (
     <dl className={`grid gap-x-8 gap-y-2 ${props.columns === 2 ? "sm:grid-cols-2" : ""}`}>
@@ -45,7 +45,7 @@ export function Facts(props: { items: readonly (readonly [label: string, value: 
   );
 }
 
-/** How much of something: always with its number beside it. */
+/** A progress or usage bar; its number is always shown beside it. */
 export function Meter(props: { value: number | null; max?: number; tone?: "accent" | "good" | "warn" | "bad" | "busy"; label: string; className?: string }) {
   const max = props.max ?? 100;
   const share = props.value === null || max <= 0 ? 0 : Math.min(1, Math.max(0, props.value / max));

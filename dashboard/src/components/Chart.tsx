@@ -1,4 +1,4 @@
-/** Charts of series over time. What draws them is loaded when the first one is shown: until then its place is kept. */
+/** Charts of series over time. The plotting code is loaded with the first chart; a placeholder keeps its space. */
 
 import { lazy, Suspense } from "react";
 
@@ -15,7 +15,7 @@ export interface Line {
 
 export interface ChartProps {
   label: string;
-  /** Unix seconds, or steps with `x="number"`; growing. */
+  /** Unix seconds, or steps with `x="number"`; ascending. */
   times: readonly number[];
   lines: readonly Line[];
   unit?: string;
@@ -28,7 +28,7 @@ export interface ChartProps {
   sync?: string;
   /** Shown until there are two points. */
   empty?: string;
-  /** Moments marked with a vertical line, with a colour token. */
+  /** Timestamps marked with a vertical line, with a colour token. */
   marks?: readonly { at: number; color: string }[];
   /** Space for the numbers at the left, so that charts and a timeline line up. */
   gutter?: number;

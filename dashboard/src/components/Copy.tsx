@@ -1,4 +1,4 @@
-/** Text that is meant to be taken along: a command, a path, an id. */
+/** Text to copy: a command, a path, an ID. */
 
 import { Check, Copy as CopyIcon } from "lucide-react";
 import { useEffect, useState } from "react";
@@ -20,12 +20,12 @@ export function CopyButton(props: { text: string; label: string; className?: str
       <IconButton label={`Copy ${props.label}`} onClick={copy} className={props.className ?? ""}>
         {done === "copied" ? <Check aria-hidden className="size-4 text-good" /> : <CopyIcon aria-hidden className="size-4" />}
       </IconButton>
-      <span role="status" className="sr-only">{done === "copied" ? "Copied" : done === "failed" ? "Could not be copied" : ""}</span>
+      <span role="status" className="sr-only">{done === "copied" ? "Copied" : done === "failed" ? "Copy failed" : ""}</span>
     </>
   );
 }
 
-/** Where the page has no secure origin there is no clipboard, but a selection can be copied. */
+/** Without a secure origin there is no clipboard API, but a selection can still be copied. */
 async function copyText(text: string): Promise<void> {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = document.createElement("textarea");
@@ -37,7 +37,7 @@ async function copyText(text: string): Promise<void> {
   if (!done) throw new Error("not copied");
 }
 
-/** A block of text with its button. */
+/** A block of text with a copy button. */
 export function Copyable(props: { label: string; text: string; title?: boolean }) {
   return (
     <div className="flex flex-col gap-1">

@@ -1,4 +1,4 @@
-/** A question in the middle of the page, or details at its side. Focus stays inside; Escape closes. */
+/** Modal dialogs and side drawers. Focus stays inside; Escape closes. */
 
 import { X } from "lucide-react";
 import { Dialog as Radix } from "radix-ui";
@@ -17,14 +17,14 @@ interface Props {
   footer?: ReactNode;
 }
 
-/** A question begins with its first field; details with themselves, not with the button that closes them. */
+/** Focuses the first field, or the dialog itself; never the close button. */
 function focusFirstField(event: Event): void {
   event.preventDefault();
   const frame = event.currentTarget as HTMLElement;
   (frame.querySelector<HTMLElement>("input, select, textarea") ?? frame).focus();
 }
 
-/** Behind what is asked. Radix's own overlay puts a style sheet into the page, which the page's policy forbids. */
+/** Backdrop. Radix's own overlay injects a style sheet, which the content security policy forbids. */
 export function Backdrop(props: ComponentProps<"div">) {
   return <div aria-hidden {...props} className="pointer-events-auto fixed inset-0 z-40 bg-[oklch(0.15_0.01_240/0.45)]" />;
 }
@@ -58,7 +58,7 @@ export function Drawer(props: Props) {
   return <Frame {...props} className="inset-y-0 right-0 w-full max-w-xl animate-slide border-y-0 border-r-0" />;
 }
 
-/** Asks before doing what cannot be undone. */
+/** Confirmation before an irreversible action. */
 export function Confirm(props: { open: boolean; onClose: () => void; onConfirm: () => void; title: string; children: ReactNode; action: string; busy?: boolean; error?: ReactNode }) {
   return (
     <Dialog

@@ -1,4 +1,4 @@
-/** What happened, newest first, in sentences. Saves that went as they should are one line; failures are red and stay. */
+/** Events, newest first. Successful checkpoints are folded into one line; failures are red and stay. */
 
 import { Link } from "@tanstack/react-router";
 import { CircleAlert, CircleCheck, CircleX, Dot, type LucideIcon } from "lucide-react";
@@ -9,14 +9,14 @@ import type { EventLine } from "../state/types";
 import { Empty } from "./states";
 import { Time } from "./values";
 
-const LOOKS: Record<EventLine["level"], { icon: LucideIcon; tone: string; word: string }> = {
-  info: { icon: Dot, tone: "text-idle", word: "" },
-  good: { icon: CircleCheck, tone: "text-good", word: "success: " },
-  warn: { icon: CircleAlert, tone: "text-warn", word: "warning: " },
-  bad: { icon: CircleX, tone: "text-bad", word: "error: " },
+const LOOKS: Record<EventLine["level"], { icon: LucideIcon; tone: string; prefix: string }> = {
+  info: { icon: Dot, tone: "text-idle", prefix: "" },
+  good: { icon: CircleCheck, tone: "text-good", prefix: "success: " },
+  warn: { icon: CircleAlert, tone: "text-warn", prefix: "warning: " },
+  bad: { icon: CircleX, tone: "text-bad", prefix: "error: " },
 };
 
-const FILTERS: readonly (readonly [EventFilter, string])[] = [["all", "All"], ["problems", "Problems"], ["workers", "Workers"], ["saves", "Saves"], ["tasks", "Tasks, data"]];
+const FILTERS: readonly (readonly [EventFilter, string])[] = [["all", "All"], ["problems", "Problems"], ["workers", "Workers"], ["saves", "Checkpoints"], ["tasks", "Tasks and data"]];
 
 export function EventList(props: { items: readonly EventLine[]; height?: number; onHover?: (at: number | null) => void }) {
   const [filter, setFilter] = useState<EventFilter>("all");
@@ -32,7 +32,7 @@ export function EventList(props: { items: readonly EventLine[]; height?: number;
         ))}
       </div>
       {shown.length === 0 ? (
-        <p className="border-t px-4 py-6 text-center text-muted">None of these.</p>
+        <p className="border-t px-4 py-6 text-center text-muted">No matching events</p>
       ) : (
         <ol className="divide-y divide-line/60 overflow-y-auto border-t" style={{ maxHeight: props.height }} tabIndex={0} aria-label="Events">
           {shown.map((item) => <Line key={item.id} item={item} onHover={props.onHover} />)}
@@ -43,13 +43,13 @@ export function EventList(props: { items: readonly EventLine[]; height?: number;
 }
 
 function Line({ item, onHover }: { item: EventLine; onHover: ((at: number | null) => void) | undefined }) {
-  const { icon: Icon, tone, word } = LOOKS[item.level];
+  const { icon: Icon, tone, prefix } = LOOKS[item.level];
   const isBad = item.level === "bad";
   return (
     <li className={`flex items-baseline gap-2.5 px-4 py-1.5 hover:bg-hover ${isBad ? "bg-bad-soft/50" : ""}`} onMouseEnter={() => onHover?.(item.at)} onMouseLeave={() => onHover?.(null)}>
       <Icon aria-hidden className={`size-3.5 shrink-0 translate-y-0.5 ${tone}`} />
       <span className={`foreign line-clamp-3 min-w-0 flex-1 break-words ${isBad ? "font-medium" : ""}`} title={item.text}>
-        {word && <span className="sr-only">{word}</span>}
+        {prefix && <span className="sr-only">{prefix}</span>}
         <EventText item={item} />
       </span>
       <span className="shrink-0 text-sm text-faint"><Time at={item.at} /></span>

@@ -1,4 +1,4 @@
-/** A failure that somebody should know of: what, who first, why, what to do. It stays until it is dismissed. */
+/** A failure: what, which rank first, why, and the next step. It stays until it is dismissed. */
 
 import { Link } from "@tanstack/react-router";
 import { OctagonAlert, TriangleAlert, X } from "lucide-react";
@@ -36,7 +36,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
         {incident.next_step && <p className="break-words"><span className="text-muted">Next: </span><Advice text={incident.next_step} /></p>}
       </div>
       <div className="flex shrink-0 basis-full items-center justify-end gap-1 sm:basis-auto sm:items-start">
-        <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Why<span className="sr-only"> incident {incident.id}</span></Link>
+        <Link to="/incidents" search={{ incident: String(incident.id) }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Details<span className="sr-only"> of incident {incident.id}</span></Link>
         <CopyButton text={`strata why ${incident.run}`} label="command strata why" />
         <IconButton label={`Dismiss incident ${incident.id}`} onClick={() => dismiss([incident])}><X aria-hidden className="size-4" /></IconButton>
       </div>
@@ -44,7 +44,7 @@ export function IncidentCard({ incident }: { incident: Incident }) {
   );
 }
 
-/** What to do, with its commands as such. */
+/** The next step, with commands as code. */
 export function Advice({ text }: { text: string }) {
   return text.split("`").map((part, i) => (i % 2 === 1 ? <code key={i} className="font-mono text-[0.92em]">{part}</code> : part));
 }

@@ -1,4 +1,4 @@
-/** What a worker or a run said last, newest first. */
+/** Latest log lines of a worker or a run, newest first. */
 
 import { useQuery } from "@tanstack/react-query";
 
@@ -9,13 +9,13 @@ import { ErrorNote, Loading } from "./states";
 import { lookOf, TONE_TEXT } from "./Status";
 
 const SHOWN = 40;
-const AGAIN_MS = 3_000;
+const REFETCH_MS = 3_000;
 
 export function LastLines(props: { of: { worker_id: string } | { task_id: string } }) {
   const lines = useQuery({
     queryKey: ["logs", "last", props.of],
     queryFn: ({ signal }) => get<LogEntry[]>("/logs", { ...props.of, limit: SHOWN }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
   });
   if (lines.isPending) return <Loading rows={4} />;
   if (lines.isError && !lines.data) return <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />;

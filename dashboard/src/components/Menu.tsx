@@ -1,4 +1,4 @@
-/** A button with a few things to do behind it. Arrows choose, Escape closes, and so does going elsewhere. */
+/** A menu button. Arrow keys move, Escape or moving the focus away closes. */
 
 import { useEffect, useRef, useState, type KeyboardEvent, type ReactNode } from "react";
 

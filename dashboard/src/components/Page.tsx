@@ -2,7 +2,7 @@ import type { ReactNode } from "react";
 
 import { useStale } from "../state/store";
 
-/** A view: its title, what can be done, and its content. Dims by itself while the coordinator is out of reach. */
+/** A view: title, actions and content. Dims while the coordinator is unreachable. */
 export function Page(props: {
   title: string;
   subtitle?: ReactNode;

@@ -1,4 +1,4 @@
-/** Dense series over time on a canvas (uPlot). The last values stand beside it as text, for everyone. */
+/** Dense series over time on a canvas (uPlot). The last values are also shown as text. */
 
 import { useEffect, useMemo, useRef, useState } from "react";
 import uPlot from "uplot";
@@ -10,7 +10,7 @@ import type { ChartProps, Line } from "./Chart";
 import { colorOf, useThemeVersion } from "./colors";
 import { RIGHT, timeTicks } from "./ticks";
 
-/** A time this near to the left end would run into the numbers there. */
+/** Time labels closer to the left end would overlap the y axis. */
 const CORNER = 26;
 
 export function Plot(props: ChartProps) {
@@ -31,7 +31,7 @@ export function Plot(props: ChartProps) {
     if (!element) return;
     const grid = { stroke: colorOf("line"), width: 1 };
     const axis: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: "11px ui-sans-serif, system-ui, sans-serif" };
-    const floor = lines.some((l) => l.fill) ? 0 : null; // An area means an amount: it stands on zero.
+    const floor = lines.some((l) => l.fill) ? 0 : null; // A filled area starts at zero.
     const options: uPlot.Options = {
       width: Math.max(80, element.clientWidth),
       height,
@@ -81,18 +81,18 @@ export function Plot(props: ChartProps) {
         ],
       },
     };
-    const made = new uPlot(options, latest.current, element);
-    plot.current = made;
+    const created = new uPlot(options, latest.current, element);
+    plot.current = created;
     const watcher = new ResizeObserver(() => {
-      if (element.clientWidth > 0) made.setSize({ width: element.clientWidth, height });
+      if (element.clientWidth > 0) created.setSize({ width: element.clientWidth, height });
     });
     watcher.observe(element);
     return () => {
       watcher.disconnect();
-      made.destroy();
+      created.destroy();
       plot.current = null;
     };
-    // The plot is rebuilt for another shape or theme only; data goes in below.
+    // Rebuilt only for another shape or theme; data is set below.
   }, [shape, theme, height, x, props.sync, props.gutter]);
 
   useEffect(() => {
@@ -121,7 +121,7 @@ export function Plot(props: ChartProps) {
   );
 }
 
-/** The newest value, as long as it is news. */
+/** Index of the newest value, unless it is stale. */
 function lastKnown(times: readonly number[], lines: readonly Line[]): number | null {
   const values = lines[0]?.values ?? [];
   for (let i = values.length - 1; i >= 0; i -= 1) {
@@ -131,7 +131,7 @@ function lastKnown(times: readonly number[], lines: readonly Line[]): number | n
   return null;
 }
 
-/** Short, unless neighbours would then read the same. */
+/** Short, unless neighbouring labels would be equal. */
 function axisNumber(value: number, step: number, largest: number): string {
   const scale = Math.max(Math.abs(value), Math.abs(largest));
   return step > 0 && scale / step > 200 ? value.toLocaleString("en-US", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step))) }) : compact(value);

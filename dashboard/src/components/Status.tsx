@@ -1,4 +1,4 @@
-/** One component for every status word: a shape, a hue and the word itself, so that colour is never alone. */
+/** One component for every status: icon, colour and text, so that colour is never the only cue. */
 
 import {
   CircleAlert, CircleCheck, CircleDashed, CircleDot, CirclePause, CircleSlash, CircleX, Hourglass, LoaderCircle, RotateCcw, Save, type LucideIcon,
@@ -64,7 +64,7 @@ export const TONE_FILL: Record<Tone, string> = {
   good: "bg-good", busy: "bg-busy", warn: "bg-warn", bad: "bg-bad", idle: "bg-idle",
 };
 
-/** `pill` stands on a tinted ground; otherwise icon and word alone, for tables. */
+/** `pill` has a tinted background; otherwise icon and text only, for tables. */
 export function Status(props: { value: string; pill?: boolean; title?: string }) {
   const { tone, icon: Icon, label } = lookOf(props.value);
   const look = props.pill ? `rounded-full px-2 py-0.5 ${TONE_SOFT[tone]}` : TONE_TEXT[tone];

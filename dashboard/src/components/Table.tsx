@@ -1,4 +1,4 @@
-/** A table that stays smooth with thousands of rows: sorted by TanStack Table, drawn by TanStack Virtual. */
+/** A table that stays smooth with thousands of rows: sorted by TanStack Table, virtualized by TanStack Virtual. */
 
 import { createSortedRowModel, rowSortingFeature, tableFeatures, useTable, type ColumnDef } from "@tanstack/react-table";
 import { useVirtualizer } from "@tanstack/react-virtual";
@@ -10,12 +10,12 @@ import { useNarrow } from "./narrow";
 export interface Column<T> {
   id: string;
   header: string;
-  /** What it is sorted by. Without it the column cannot be sorted. */
+  /** Sort key. Without it the column is not sortable. */
   value?: (row: T) => string | number | null;
-  /** How it is shown; by default the value as text. */
+  /** Cell content; by default the value as text. */
   cell?: (row: T) => ReactNode;
   align?: "left" | "right";
-  /** On a phone, where a row is a card: all of its text, over the whole width. */
+  /** On a phone, where a row is a card: full width, not truncated. */
   wide?: boolean;
   /** A CSS grid track: "120px", "minmax(8rem, 2fr)". Default "minmax(6rem, 1fr)". */
   width?: string;
@@ -33,17 +33,17 @@ interface Props<T> {
   onOpen?: (row: T) => void;
   /** Shown when there are no rows. */
   empty: ReactNode;
-  /** Height of the scrolling body, or "fill" for what the flex parent leaves. */
+  /** Height of the scrolling body, or "fill" for the remaining space of the flex parent. */
   height?: number | "fill";
   rowHeight?: number;
   /** Extra class for a row. */
   rowClass?: (row: T) => string;
 }
 
-/** About as high as a row is on a phone, where it is a card; measured when it is drawn. */
+/** Estimated height of a card on a phone; measured when drawn. */
 const CARD_PX = 120;
 
-/** Of a card nothing is cut off: its text has as many lines as it needs. */
+/** Card text wraps instead of being truncated. */
 const CARD_CELL = "flex items-baseline gap-2 break-words [&_.truncate]:whitespace-normal [&_time]:whitespace-normal [&>*:last-child]:min-w-0";
 
 const features = tableFeatures({ rowSortingFeature, sortedRowModel: createSortedRowModel() });
@@ -85,7 +85,7 @@ export function Table<T extends object>(props: Props<T>) {
     if (selectedIndex >= 0) virtual.scrollToIndex(selectedIndex, { align: "auto" });
   }, [selectedIndex, virtual]);
 
-  // What has no header is a control.
+  // Columns without a header hold controls.
   const title = columns.find((column) => column.header !== "");
   const template = columns.map((column) => column.width ?? "minmax(6rem, 1fr)").join(" ");
   const toggle = (column: Column<T>) => {

@@ -1,4 +1,4 @@
-/** Tokens as colours a canvas understands; read again when the theme changes. */
+/** Colour tokens resolved for canvas drawing; reread when the theme changes. */
 
 import { useSyncExternalStore } from "react";
 
@@ -15,7 +15,7 @@ export function themeChanged(): void {
 
 if (typeof matchMedia === "function") matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
 
-/** "accent" → what `--color-accent` is right now. */
+/** "accent" → the current value of `--color-accent`. */
 export function colorOf(token: string): string {
   const known = cache.get(token);
   if (known !== undefined) return known;
@@ -30,7 +30,7 @@ export function colorOf(token: string): string {
   return color;
 }
 
-/** A number that changes when colours do. */
+/** A number that changes with the colours. */
 export function useThemeVersion(): number {
   return useSyncExternalStore(
     (listener) => {

@@ -1,4 +1,4 @@
-/** Buttons and fields: one look, one size, every one with a name. */
+/** Buttons and fields: one look, one size, always with an accessible name. */
 
 import type { ButtonHTMLAttributes, ComponentProps, KeyboardEvent, ReactNode, SelectHTMLAttributes } from "react";
 import { useId } from "react";
@@ -17,9 +17,9 @@ const LOOKS: Record<ButtonLook, string> = {
 
 interface ButtonProps extends ButtonHTMLAttributes<HTMLButtonElement> {
   look?: ButtonLook;
-  /** The role that may do this. Whoever has less finds it disabled, with the reason: also by keyboard, so it keeps the focus. */
+  /** Required role. Without it the button is disabled and says why; it stays focusable for keyboard users. */
   needs?: Role;
-  /** Why it cannot be done now; disabled in the same way. */
+  /** Why the action is not available; disables the button in the same way. */
   unless?: string | undefined;
 }
 
@@ -36,7 +36,7 @@ export function Button({ look = "plain", className = "", needs, unless, ...rest 
   );
 }
 
-/** A button that is only an icon must say what it does. */
+/** An icon-only button with an accessible name. */
 export function IconButton({ label, className = "", ...rest }: ButtonHTMLAttributes<HTMLButtonElement> & { label: string }) {
   return (
     <button
@@ -59,7 +59,7 @@ export function Select({ className = "", ...rest }: SelectHTMLAttributes<HTMLSel
   return <select className={`${FIELD} max-w-full pr-7 ${className}`} {...rest} />;
 }
 
-/** A labelled field with its explanation and, when it is wrong, why. */
+/** A labelled field with a hint or an error. */
 export function Field(props: { label: string; hint?: ReactNode; error?: string | undefined; children: (ids: { id: string; "aria-describedby"?: string; "aria-invalid"?: true }) => ReactNode }) {
   const id = useId();
   const note = props.error ?? props.hint;
@@ -72,7 +72,7 @@ export function Field(props: { label: string; hint?: ReactNode; error?: string |
   );
 }
 
-/** A few choices, one of them taken. One stop for the tab key; arrows choose. */
+/** Segmented control (radio group). One tab stop; arrow keys select. */
 export function Segmented<T extends string>(props: { label: string; value: T; options: readonly (readonly [value: T, label: ReactNode])[]; onChange: (value: T) => void }) {
   const step = (event: KeyboardEvent) => {
     const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];

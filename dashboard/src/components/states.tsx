@@ -1,4 +1,4 @@
-/** What a view shows when there is nothing to show, or not yet, or not any more. */
+/** Empty, error and loading states. */
 
 import { CircleAlert, type LucideIcon, Inbox, WifiOff } from "lucide-react";
 import type { ReactNode } from "react";
@@ -7,7 +7,7 @@ import { ApiError } from "../api/client";
 import { useStore } from "../state/store";
 import { Button } from "./controls";
 
-/** Nothing here, and what would change that. */
+/** Empty state, with what would change it. */
 export function Empty(props: { title: string; children?: ReactNode; icon?: LucideIcon; action?: ReactNode }) {
   const Icon = props.icon ?? Inbox;
   return (
@@ -20,7 +20,7 @@ export function Empty(props: { title: string; children?: ReactNode; icon?: Lucid
   );
 }
 
-/** What went wrong, what to do, and a way to try again. */
+/** Error message, hint and retry. */
 export function ErrorNote(props: { error: unknown; onRetry?: () => void; className?: string }) {
   const { error } = props;
   const message = error instanceof Error ? error.message : String(error);
@@ -37,7 +37,7 @@ export function ErrorNote(props: { error: unknown; onRetry?: () => void; classNa
   );
 }
 
-/** Grey blocks in the shape of what is coming; nothing is while the coordinator is away. */
+/** Skeleton; an empty state while the coordinator is unreachable. */
 export function Loading(props: { rows?: number; height?: number; label?: string }) {
   const away = useStore((state) => state.connection.phase === "disconnected");
   if (away) return <Empty icon={WifiOff} title="No data yet">Waiting for the coordinator.</Empty>;

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { logRange, logTexts, logTicks, tickText, timeTicks } from "./ticks";
 
 describe("ticks", () => {
-  it("have one unit and as many places as tell them apart", () => {
+  it("have one unit and enough decimals to differ", () => {
     expect([60.6e9, 60.8e9, 61e9].map((v) => tickText(v, 2e8, 61e9))).toEqual(["60.6G", "60.8G", "61.0G"]);
     expect([0, 2, 4].map((v) => tickText(v, 2, 4))).toEqual(["0", "2", "4"]);
     expect([0, 0.25, 0.5].map((v) => tickText(v, 0.25, 0.75))).toEqual(["0", "0.25", "0.50"]);
@@ -12,7 +12,7 @@ describe("ticks", () => {
     expect(tickText(305_000, 5_000, 325_000)).toBe("305k");
   });
 
-  it("of time are round moments, as many as there is space for", () => {
+  it("of time are round timestamps, as many as fit", () => {
     expect(timeTicks(333, 500, 206, 56)).toEqual([360, 420, 480]);
     expect(timeTicks(370, 560, 206, 56)).toEqual([420, 480, 540]);
     expect(timeTicks(0, 480, 500)).toEqual([0, 120, 240, 360, 480]);

@@ -1,21 +1,21 @@
-/** Where the marks of an axis go, and what stands beside them: the same for charts and for the timeline. Pure. */
+/** Axis ticks and their labels, shared by charts and the timeline. Pure. */
 
 import { compact } from "../format";
 
-/** Space for half a time at the right end of the axis. */
+/** Space for half a time label at the right end of the axis. */
 export const RIGHT = 28;
 
 const STEPS_S = [1, 2, 5, 10, 15, 20, 30, 60, 120, 180, 240, 300, 600, 900, 1200, 1800, 3600, 7200, 10_800, 14_400, 21_600, 43_200, 86_400];
-/** A time and some air. */
+/** Width of a time label with padding. */
 const SPACE_PX = 72;
 
-/** Round moments between `from` and `to`, as many as `width` has space for. */
+/** Round timestamps between `from` and `to`, as many as fit into `width`. */
 export function timeTicks(from: number, to: number, width: number, spacePx = SPACE_PX): number[] {
   const most = Math.max(2, Math.floor(width / spacePx));
   const found = STEPS_S.findIndex((s) => (to - from) / s <= most);
   const step = STEPS_S[found] ?? 86_400 * Math.ceil((to - from) / 86_400 / most);
   const ticks = multiples(step, from, to);
-  // One says where, two say how much: rather a little close to each other than alone.
+  // A scale needs two ticks: rather slightly too close than a single one.
   return ticks.length < 2 && found > 0 ? multiples(STEPS_S[found - 1] ?? step, from, to) : ticks;
 }
 
@@ -31,18 +31,18 @@ function isWhole(value: number): boolean {
   return Math.abs(value - Math.round(value)) < 1e-6 * value;
 }
 
-/** Short, in one unit for the whole axis, with as many places as tell neighbours apart. */
+/** Short, in one unit for the whole axis, with enough decimals to tell neighbours apart. */
 export function tickText(value: number, step: number, largest: number): string {
   const [limit, letter] = UNITS.find(([from]) => Math.abs(largest) >= from) ?? [1, ""];
   const unit = letter === "k" ? 1e3 : limit;
   let places = 0;
-  // As many as the distance between two ticks has itself: 0.25 has two.
+  // As many decimals as the distance between two ticks has: 0.25 has two.
   while (places <= 5 && step > 0 && !isWhole((step / unit) * 10 ** places)) places += 1;
   if (value === 0) return "0";
   return places > 5 ? value.toExponential(1) : `${(value / unit).toFixed(places)}${letter}`;
 }
 
-/** A little more than the values take, by their ratio. */
+/** The range of the values with padding, on a log scale. */
 export function logRange(min: number, max: number): [number, number] {
   const space = max > min ? (max / min) ** 0.06 : 1.5;
   return [min / space, max * space];
@@ -50,7 +50,7 @@ export function logRange(min: number, max: number): [number, number] {
 
 const TICKS = 5;
 
-/** Powers of ten where there are some, with 2 and 5 between them where they are few; round numbers where there are none. */
+/** Powers of ten, with 2 and 5 between them where they are few; round numbers where there are none. */
 export function logTicks(min: number, max: number): number[] {
   const [low, high] = [Math.floor(Math.log10(min)), Math.ceil(Math.log10(max))];
   const every = Math.max(1, Math.ceil((high - low) / TICKS));
@@ -64,7 +64,7 @@ export function logTicks(min: number, max: number): number[] {
   return Array.from({ length: Math.max(0, Math.floor(max / step) - first + 1) }, (_, i) => Number(((first + i) * step).toPrecision(6)));
 }
 
-/** Beside those ticks: with as many places as tell neighbours apart, where they are near each other. */
+/** Labels of those ticks, with enough decimals to tell near neighbours apart. */
 export function logTexts(ticks: readonly number[]): string[] {
   const [first = 1, last = 1] = [ticks[0], ticks.at(-1)];
   const step = Math.min(...ticks.slice(1).map((tick, i) => tick - (ticks[i] ?? tick)));

@@ -11,7 +11,7 @@ const SNAPSHOT_EVERY = 4;
 
 let simulation: Simulation | null = null;
 
-/** One run for as long as the page is open, started a quarter of an hour ago. */
+/** One run while the page is open, started 15 minutes ago. */
 function current(): Simulation {
   simulation ??= new Simulation({ startedAt: Date.now() / 1000 - PAST_S });
   return simulation;

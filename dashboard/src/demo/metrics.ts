@@ -1,4 +1,4 @@
-/** What the simulated run has logged, and two earlier ones to compare it with: made up from the step alone, so that any range looks the same each time. */
+/** Logged metrics of the simulated run and of two earlier ones to compare with: computed from the step alone, so that any range is reproducible. */
 
 import type { Curve, LoggedRun, MetricSummary, RunCurves, RunInfo, RunMetrics } from "../api/types";
 import { JOB, type Simulation } from "./simulation";
@@ -57,7 +57,7 @@ function timeOf(simulation: Simulation, run: string, step: number): number {
 
 function curve(simulation: Simulation, run: string, name: string, from: number, to: number, points: number, salt = 0): Curve {
   const formula = FORMULAS[name];
-  const made: Curve = { steps: [], times: [], values: [], low: [], high: [] };
+  const created: Curve = { steps: [], times: [], values: [], low: [], high: [] };
   const logged: [number, number][] = [];
   for (let step = Math.max(1, from); formula && step <= to; step += 1) {
     const value = formula(step, PAST[run] ?? LIVE);
@@ -68,15 +68,15 @@ function curve(simulation: Simulation, run: string, name: string, from: number, 
     const part = logged.slice(i, i + width);
     const values = part.map(([, value]) => value);
     const last = part.at(-1)?.[0] ?? 0;
-    made.steps.push(last);
-    made.times.push(timeOf(simulation, run, last));
-    made.values.push(values.reduce((a, b) => a + b, 0) / values.length);
+    created.steps.push(last);
+    created.times.push(timeOf(simulation, run, last));
+    created.values.push(values.reduce((a, b) => a + b, 0) / values.length);
     if (width > 1) {
-      made.low.push(Math.min(...values));
-      made.high.push(Math.max(...values));
+      created.low.push(Math.min(...values));
+      created.high.push(Math.max(...values));
     }
   }
-  return made;
+  return created;
 }
 
 export function isLogged(run: string): boolean {

@@ -1,4 +1,4 @@
-/** Chance from a seed: the same seed plays the same run. */
+/** Seeded random numbers: the same seed plays the same run. */
 
 export class Random {
   private state: number;
@@ -20,7 +20,7 @@ export class Random {
     return low + (high - low) * this.next();
   }
 
-  /** Around `middle`, most of the time within `spread` of it. */
+  /** Around `middle`, mostly within `spread`. */
   around(middle: number, spread: number): number {
     return middle + spread * (this.next() + this.next() + this.next() - 1.5);
   }

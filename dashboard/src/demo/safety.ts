@@ -1,4 +1,4 @@
-/** What a coordinator would say of the copies of the simulated run, whose tiers are the simulation's own. */
+/** What a coordinator would report about the copies of the simulated run. */
 
 import type { Checkpoint, Safety } from "../api/types";
 import { plural } from "../format";

@@ -1,4 +1,4 @@
-/** What previews show in demo mode: text with its tokens, and small pictures with labels. */
+/** Preview samples in demo mode: text with tokens, and small images with labels. */
 
 import { DATASET, PICTURES } from "./simulation";
 

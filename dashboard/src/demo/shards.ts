@@ -1,4 +1,4 @@
-/** Who reads which part of the simulated dataset: balanced, and moving only what must move. */
+/** Shard assignment of the simulated dataset: balanced, with minimal moves. */
 
 import type { Dataset } from "../api/types";
 
@@ -20,17 +20,17 @@ export function dealShards(dataset: Dataset, workers: string[], before: Plan | n
   const owners: string[] = new Array<string>(dataset.shard_count).fill("");
   for (let shard = 0; shard < dataset.shard_count; shard += 1) {
     const owner = before?.owners[shard];
-    const held = owner === undefined ? undefined : counts.get(owner);
-    if (owner === undefined || held === undefined || held >= share) continue;
+    const assigned = owner === undefined ? undefined : counts.get(owner);
+    if (owner === undefined || assigned === undefined || assigned >= share) continue;
     owners[shard] = owner;
-    counts.set(owner, held + 1);
+    counts.set(owner, assigned + 1);
   }
   const moved = new Set<number>();
   for (let shard = 0; shard < dataset.shard_count; shard += 1) {
     if (owners[shard]) continue;
-    const poorest = workers.reduce((one, other) => (counts.get(other)! < counts.get(one)! ? other : one), workers[0]!);
-    owners[shard] = poorest;
-    counts.set(poorest, counts.get(poorest)! + 1);
+    const smallest = workers.reduce((one, other) => (counts.get(other)! < counts.get(one)! ? other : one), workers[0]!);
+    owners[shard] = smallest;
+    counts.set(smallest, counts.get(smallest)! + 1);
     moved.add(shard);
   }
   return {
@@ -38,7 +38,7 @@ export function dealShards(dataset: Dataset, workers: string[], before: Plan | n
   };
 }
 
-/** How many each worker was given by the last change. */
+/** Shards per worker reassigned by the latest plan. */
 export function movedShards(plan: Plan): Record<string, number> {
   const given: Record<string, number> = {};
   for (const shard of plan.moved) given[plan.owners[shard]!] = (given[plan.owners[shard]!] ?? 0) + 1;

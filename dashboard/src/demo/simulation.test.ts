@@ -44,7 +44,7 @@ describe("the simulated run", () => {
     expect(state.generations.some((generation) => generation.kind === "failed" && generation.jobId === JOB)).toBe(true);
   });
 
-  it("gives every shard to somebody, evenly", async () => {
+  it("assigns every shard, evenly", async () => {
     const { simulation } = played(160);
     const plan = (await transportFor(() => simulation)(`/datasets/${DATASET}/shards`, {})) as ShardPlan;
     const counts = new Map<string | null, number>();
@@ -53,14 +53,14 @@ describe("the simulated run", () => {
     expect(Math.max(...counts.values()) - Math.min(...counts.values())).toBeLessThanOrEqual(1);
   });
 
-  it("answers what views ask for, and refuses the rest as a coordinator would", async () => {
+  it("serves what views request, and rejects the rest like a coordinator", async () => {
     const { simulation } = played(30);
     const ask = transportFor(() => simulation);
-    const made = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };
+    const created = (await ask("/tasks", { method: "POST", body: { name: "mine", type: "training", config: {} } })) as { task_id: string };
     simulation.advance(START + 40);
-    expect(simulation.tasks.find((task) => task.id === made.task_id)?.status).toBe("running");
-    await ask(`/tasks/${made.task_id}/stop`, { method: "POST" });
-    expect(simulation.tasks.find((task) => task.id === made.task_id)?.status).toBe("stopped");
+    expect(simulation.tasks.find((task) => task.id === created.task_id)?.status).toBe("running");
+    await ask(`/tasks/${created.task_id}/stop`, { method: "POST" });
+    expect(simulation.tasks.find((task) => task.id === created.task_id)?.status).toBe("stopped");
     await expect(ask("/nothing", {})).rejects.toMatchObject({ status: 404 });
   });
 });

@@ -1,9 +1,9 @@
 /**
- * A run that fails and recovers, made up step by step: eight workers, saves that fill tier by tier, a crash, a slow
- * worker, a bucket that is out of reach, a machine that is taken away and given back.
+ * A simulated run that fails and recovers: eight workers, checkpoints that fill tier by tier, a crash, a slow worker, an
+ * unreachable bucket, a machine that is preempted and comes back.
  *
- * Pure: time arrives as `advance(now)`, chance from the seed. What comes out are the events a coordinator would send,
- * and the snapshot it would answer with.
+ * Pure: time arrives as `advance(now)`, randomness from the seed. The output is the events a coordinator would send, and
+ * the snapshot it would return.
  */
 
 import type {
@@ -24,7 +24,7 @@ export const TASK = "task-7f3a91c2";
 
 const TICK_S = 0.25;
 const WORKERS = 8;
-/** Of a run that has lost a few workers. */
+/** Plausible for a run that has lost a few workers. */
 const GOODPUT = 0.962;
 const STEPS = 12_000;
 const STEPS_PER_S = 2.4;
@@ -94,7 +94,7 @@ export class Simulation {
     this.after(3, () => this.becomeAll("training"));
   }
 
-  /** Everything that happens until then. */
+  /** All events until then. */
   advance(until: number): FeedEvent[] {
     while (this.now + TICK_S <= until) {
       this.now += TICK_S;
@@ -158,7 +158,7 @@ export class Simulation {
     this.pending.push({ at: this.now + seconds, run });
   }
 
-  // --- one moment ---------------------------------------------------------------------------------------------------
+  // --- one tick ------------------------------------------------------------------------------------------------------
 
   private tick(): void {
     const due = this.pending.filter((each) => each.at <= this.now);
@@ -226,14 +226,14 @@ export class Simulation {
     if (step % 10 === 0) {
       this.log("info", `step ${step}: loss ${this.loss.toFixed(4)}, lr 3.00e-04, ${Math.round(this.throughput()).toLocaleString("en")} tokens/s`, `${JOB}-rank0`);
     }
-    if (step >= STEPS) this.begin();
+    if (step >= STEPS) this.restart();
     const task = this.tasks.find((each) => each.id === TASK);
     if (task) Object.assign(task, { step, progress: (step / STEPS) * 100, steps_per_s: STEPS_PER_S, eta_s: (STEPS - step) / STEPS_PER_S });
     this.plan.done = Math.min(1, ((step * 128) % this.plan.samples) / this.plan.samples);
   }
 
-  /** The run has reached its end: another begins, so that there is always something to see. */
-  private begin(): void {
+  /** The run is complete: start over, so that the demo never ends. */
+  private restart(): void {
     this.step = 0;
     this.safeStep = 0;
   }
@@ -355,8 +355,8 @@ export class Simulation {
     const failure = { rank, host: worker.ip, pid, gpu: `GPU ${rank % 2}`, at_s: this.now, exit_code: 1, error, oom_killed: false, device_faults: ["NVRM: Xid (PCI:0000:3b:00): 48, Double Bit ECC Error"], last_lines: [], replaced: "", lost: "", left: "" };
     this.incidents = [
       {
-        id: this.incidents.length + 1, run: JOB, launch: "", subject: "run" as const, failure_class: "gpu" as const, rule: "the kernel reports a fault of the GPU", fingerprint: "gpu:xid48", text: what, rank, host: worker.ip, pid,
-        gpu: failure.gpu, decision: "restart", reason: "1 of 3 restarts within an hour", next_step: "Drain the machine and run its diagnostics: double bit errors come back.", state: "open", opened_at: this.now,
+        id: this.incidents.length + 1, run: JOB, launch: "", subject: "run" as const, failure_class: "gpu" as const, rule: "the kernel reports a GPU fault", fingerprint: "gpu:xid48", text: what, rank, host: worker.ip, pid,
+        gpu: failure.gpu, decision: "restart", reason: "1 of 3 restarts within an hour", next_step: "Drain the machine and run its diagnostics: double-bit errors recur.", state: "open", opened_at: this.now,
         closed_at: null, closed_reason: "", phases_s: {}, resumed_step: null, lost_steps: null, lost_s: null, lost_gpu_s: null, failures: [failure],
       },
       ...this.incidents,
@@ -390,7 +390,7 @@ export class Simulation {
     const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
     this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, whoSurvived(recovery), recovery.cause].filter(Boolean).join("; ") });
     this.log("info", reason, `${JOB}-rank0`);
-    this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
+    this.log("info", `data: ${worker} resumes its shards at the position of the checkpoint`, worker);
     this.becomeAll("training");
   }
 
@@ -443,7 +443,7 @@ export class Simulation {
     this.publish("checkpoint_started", {
       checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
       size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now, run_id: "", generation: checkpoint.generation,
-      severity: "debug", text: `checkpoint of step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
+      severity: "debug", text: `checkpoint at step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
     });
     const seconds = this.random.between(1.3, 1.9);
     const digest = `xxh3-128:${this.random.hex(32)}`;
@@ -466,7 +466,7 @@ export class Simulation {
       checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
       tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, metadata: {},
       reason: done.reason, at_s: this.now, run_id: "", generation: done.generation, told_in: 0, succeeded_by: "",
-      severity: "success", text: `checkpoint of step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
+      severity: "success", text: `checkpoint at step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
     });
   }
 

@@ -1,4 +1,4 @@
-/** Simulated tasks: the ones there were before, and new ones. */
+/** Simulated tasks, past and new. */
 
 import type { TaskSpec } from "../api/generated";
 import type { Task } from "../api/types";

@@ -1,4 +1,4 @@
-/** The API of the simulated coordinator: what views ask for beside the state. Changes are made to the simulation alone. */
+/** The API of the simulated coordinator: what views request beside the state. Changes affect only the simulation. */
 
 import { ApiError, type Call, type Transport } from "../api/client";
 import type { Dataset, LogEntry, Task } from "../api/types";
@@ -49,7 +49,7 @@ export function transportFor(simulation: () => Simulation): Transport {
     await Promise.resolve();
     for (const [method, pattern, answer] of ROUTES) {
       const found = method === (call.method ?? "GET") ? pattern.exec(path) : null;
-      // A copy, as an answer over the network would be.
+      // A copy, like a response over the network.
       if (found) return structuredClone(answer(simulation(), call, ...found.slice(1).map(decodeURIComponent)));
     }
     throw unknown(`Not available in demo mode: ${path}.`);
@@ -63,7 +63,7 @@ function unknown(message: string): ApiError {
 function logs(simulation: Simulation, call: Call): LogEntry[] {
   const { level, task_id, worker_id, q, after, limit } = call.query ?? {};
   const least = LEVELS.indexOf(String(level ?? "debug"));
-  const words = String(q ?? "").toLowerCase();
+  const query = String(q ?? "").toLowerCase();
   return simulation.logs
     .filter(
       (entry) =>
@@ -71,7 +71,7 @@ function logs(simulation: Simulation, call: Call): LogEntry[] {
         (!task_id || entry.task_id === task_id) &&
         (!worker_id || entry.worker_id === worker_id) &&
         (!after || entry.id > String(after)) &&
-        entry.message.toLowerCase().includes(words),
+        entry.message.toLowerCase().includes(query),
     )
     .slice(-Number(limit ?? 100))
     .reverse();
@@ -96,7 +96,7 @@ function datasetOf(simulation: Simulation, id: string | undefined): Dataset {
 
 function shards(simulation: Simulation, _call: Call, id?: string): unknown {
   const dataset = datasetOf(simulation, id);
-  if (id !== DATASET) throw unknown(`There is no shard plan of dataset '${id}': no worker reads it.`);
+  if (id !== DATASET) throw unknown(`Dataset '${id}' has no shard plan: no worker reads it.`);
   const { plan } = simulation;
   const perShard = plan.done * plan.shardSize;
   return {
@@ -142,7 +142,7 @@ function audit(simulation: Simulation, _call: Call, id?: string): unknown {
 function registerDataset(simulation: Simulation, call: Call): Dataset {
   const body = call.body as { dataset_id: string; path: string; format: string; total_samples?: number; shard_size?: number; shuffle?: boolean; seed?: number };
   if (simulation.datasets.has(body.dataset_id)) {
-    throw new ApiError(`Dataset '${body.dataset_id}' is registered already.`, { status: 409, code: "conflict", hint: "Choose another ID." });
+    throw new ApiError(`Dataset '${body.dataset_id}' is already registered.`, { status: 409, code: "conflict", hint: "Choose another ID." });
   }
   const total = body.total_samples ?? 10_000;
   const size = body.shard_size ?? 10_000;
@@ -167,7 +167,7 @@ function startTask(simulation: Simulation, call: Call): { task_id: string } {
   return { task_id: id };
 }
 
-/** A task that somebody started: it goes through its states, and no further. */
+/** A started task: it only goes through its states. */
 function run(simulation: Simulation, id: string): void {
   const live = () => simulation.tasks.find((task) => task.id === id && task.status === "running");
   simulation.after(1.5, () => simulation.changeTask(id, { status: "running", started_at: simulation.now, reason: "torchrun is up" }));

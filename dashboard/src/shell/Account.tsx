@@ -1,4 +1,4 @@
-/** Who is signed in, as what; and the way out. */
+/** The signed-in user with role, and sign-out. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -12,7 +12,7 @@ export function Account() {
   const session = useStore((state) => state.session);
   const work = useMutation({ mutationFn: signOut });
   if (session === null) return null;
-  const what = session.job_id === null ? session.role : `${session.role} of ${session.job_id}`;
+  const what = session.job_id === null ? session.role : `${session.role}, job ${session.job_id}`;
   return (
     <div className="flex flex-col items-center gap-1 border-t pt-2 lg:flex-row">
       <Link to="/settings" title={`${session.name}, ${what}`} className="flex min-h-9 max-w-full min-w-0 items-center gap-2.5 rounded-md px-2 hover:bg-hover lg:flex-1">

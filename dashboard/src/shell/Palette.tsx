@@ -1,4 +1,4 @@
-/** Go anywhere, find anything: views, runs, workers, tasks, datasets, and what can be done. */
+/** Command palette: views, runs, workers, incidents, datasets and actions. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { Activity, Boxes, Database, FlaskConical, Play, Siren, SunMoon, type LucideIcon } from "lucide-react";
@@ -41,7 +41,7 @@ function Body({ onClose }: { onClose: () => void }) {
   const mode = useMode();
   const listId = useId();
   const list = useRef<HTMLUListElement>(null);
-  const [words, setWords] = useState("");
+  const [query, setQuery] = useState("");
   const [at, setAt] = useState(0);
 
   const items = useMemo<Item[]>(() => {
@@ -68,9 +68,9 @@ function Body({ onClose }: { onClose: () => void }) {
   }, [navigate, mode]);
 
   const found = useMemo(() => {
-    const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+    const parts = query.toLowerCase().split(/\s+/).filter(Boolean);
     return items.filter((i) => parts.every((p) => `${i.kind} ${i.label}`.toLowerCase().includes(p))).slice(0, SHOWN);
-  }, [items, words]);
+  }, [items, query]);
 
   const choose = (item: Item | undefined) => {
     if (!item) return;
@@ -88,12 +88,12 @@ function Body({ onClose }: { onClose: () => void }) {
         aria-expanded
         aria-controls={listId}
         aria-activedescendant={found[at] ? `${listId}-${at}` : undefined}
-        aria-label="Search views, runs, workers, tasks and datasets"
-        placeholder="Search views, runs, workers, tasks, datasets …"
+        aria-label="Search views, runs, workers, incidents and datasets"
+        placeholder="Search views, runs, workers, incidents, datasets …"
         autoFocus
-        value={words}
+        value={query}
         onChange={(event) => {
-          setWords(event.target.value);
+          setQuery(event.target.value);
           setAt(0);
         }}
         onKeyDown={(event) => {

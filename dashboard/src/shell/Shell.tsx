@@ -1,4 +1,4 @@
-/** What stands around every view: navigation, how we are connected, and whether any of this is real. */
+/** The frame around every view: navigation, connection state and the demo banner. */
 
 import { useQueryClient } from "@tanstack/react-query";
 import { Link, Navigate, Outlet, useRouterState } from "@tanstack/react-router";
@@ -37,13 +37,13 @@ export function Shell() {
   const asked = useRouterState({ select: (s) => s.location.pathname === SIGN_IN });
   const answers = useQueryClient();
   useEffect(() => {
-    // What one person was shown is not for the next.
+    // Cached responses must not be shown to the next user.
     if (signedOut) answers.clear();
   }, [signedOut, answers]);
   return signedOut || asked ? <Gate>{asked ? <Outlet /> : <Suspense fallback={null}><SignIn /></Suspense>}</Gate> : <Views />;
 }
 
-/** Around the view that signs in: nothing of the coordinator's is there to go to. */
+/** Frame of the sign-in page, without navigation. */
 function Gate(props: { children: ReactNode }) {
   useEffect(() => {
     document.title = "Sign in · Strata";
@@ -59,20 +59,20 @@ function Gate(props: { children: ReactNode }) {
   );
 }
 
-/** A browser that is bound to a job reads so in the place of what is about the whole cluster. */
+/** A session bound to a job gets an explanation instead of cluster-wide views. */
 function Content(props: { path: string }) {
   const job = useOnlyJob();
   const mode = useMode();
-  // What a view may ask for depends on who is asking.
+  // What a view may request depends on the session.
   const unknown = useStore((s) => s.connection.phase === "connecting" && s.session === null);
   if (unknown && mode === "live") return <Page title="Connecting"><Loading rows={6} /></Page>;
   if (job !== null && props.path === "/runs") return <Suspense fallback={<Page title={job}><Loading rows={6} /></Page>}><Job key={job} id={job} /></Suspense>;
   if (job === null || viewsFor(job).some((view) => props.path === view.to)) return <Outlet />;
   if (props.path === "/" || props.path === `/runs/${encodeURIComponent(job)}`) return <Navigate to="/runs" replace />;
   return (
-    <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Not found"}>
+    <Page title={VIEWS.find((view) => view.to !== "/" && props.path.startsWith(view.to))?.label ?? "Page not found"}>
       <Empty icon={LockKeyhole} title={`You are signed in for job ${job} only`} action={<Link to="/runs" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open the job</Link>}>
-        This view shows the whole cluster, which needs a credential that is not bound to a job.
+        This view covers the whole cluster. It needs a token that is not bound to a job.
       </Empty>
     </Page>
   );
@@ -153,7 +153,7 @@ function Views() {
           <div className="mt-2 flex items-center gap-2 border-t pt-3">
             <ConnectionLamp />
             <Button onClick={() => { setMore(false); does.palette(); }}><Search aria-hidden className="size-4" />Search</Button>
-            <IconButton label={isDark() ? "Use light theme" : "Use dark theme"} onClick={does.theme} className="ml-auto">{isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}</IconButton>
+            <IconButton label={isDark() ? "Light theme" : "Dark theme"} onClick={does.theme} className="ml-auto">{isDark() ? <Sun aria-hidden className="size-4" /> : <Moon aria-hidden className="size-4" />}</IconButton>
           </div>
         </div>
       </Dialog>
@@ -183,7 +183,7 @@ function Logo() {
   );
 }
 
-/** Simulated numbers must say so, on every view. */
+/** Simulated data is marked on every view. */
 function DemoBanner() {
   const mode = useMode();
   if (mode !== "demo") return null;
@@ -217,16 +217,16 @@ function DisconnectedBanner() {
 function ConnectionLamp() {
   const mode = useMode();
   const phase = useStore((s) => s.connection.phase);
-  const [tone, word] =
+  const [tone, label] =
     mode === "demo" ? (["bg-busy", "Demo"] as const)
     : phase === "live" ? (["bg-good", "Live"] as const)
     : phase === "polling" ? (["bg-warn", "Polling"] as const)
     : phase === "connecting" ? (["bg-idle", "Connecting"] as const)
     : (["bg-bad", "Disconnected"] as const);
   return (
-    <Link to="/settings" className="flex h-8 items-center gap-2 rounded-md px-1.5 text-sm text-muted hover:bg-hover hover:text-ink" title={`Connection: ${word}`}>
+    <Link to="/settings" className="flex h-8 items-center gap-2 rounded-md px-1.5 text-sm text-muted hover:bg-hover hover:text-ink" title={`Connection: ${label}`}>
       <span aria-hidden className={`size-2 rounded-full ${tone}`} />
-      <span className="sr-only lg:not-sr-only" aria-live="polite">{word}</span>
+      <span className="sr-only lg:not-sr-only" aria-live="polite">{label}</span>
     </Link>
   );
 }
@@ -244,22 +244,22 @@ function PendingCount() {
   return <span className="ml-auto grid h-5 min-w-5 place-items-center rounded-full bg-bad-soft px-1.5 text-xs font-semibold text-bad"><span className="sr-only">, not dismissed: </span>{count(pending)}</span>;
 }
 
-/** The newest failure, on every view, until somebody dismisses it. */
+/** The latest failure, on every view, until it is dismissed. */
 function IncidentStrip() {
   const [newest, ...others] = usePending();
   if (!newest) return null;
   return (
-    <aside aria-label="Newest incident" className={`flex items-center gap-x-3 border-b px-4 ${isGrave(newest) ? "bg-bad-soft" : "bg-warn-soft"} py-1.5 text-sm sm:px-5 lg:px-7`}>
+    <aside aria-label="Latest incident" className={`flex items-center gap-x-3 border-b px-4 ${isGrave(newest) ? "bg-bad-soft" : "bg-warn-soft"} py-1.5 text-sm sm:px-5 lg:px-7`}>
       <OctagonAlert aria-hidden className={`size-4 shrink-0 ${isGrave(newest) ? "text-bad" : "text-warn"}`} />
       <span className="foreign line-clamp-2 min-w-0 flex-1 break-words sm:line-clamp-1"><strong className="font-semibold">{kindOf(newest)}:</strong> {newest.text}</span>
-      <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Why</Link>
+      <Link to="/incidents" search={{ incident: String(newest.id) }} className="shrink-0 font-medium underline underline-offset-2">Details</Link>
       {others.length > 0 && <Link to="/incidents" className="hidden shrink-0 font-medium underline underline-offset-2 sm:inline">{count(others.length)} more</Link>}
       <IconButton label={`Dismiss incident ${newest.id}`} className="size-6" onClick={() => dismiss([newest])}><X aria-hidden className="size-4" /></IconButton>
     </aside>
   );
 }
 
-/** For a thumb. */
+/** Phone navigation. */
 function BottomBar(props: { job: string | null; onMore: () => void }) {
   const look = "flex min-w-0 flex-1 flex-col items-center justify-center gap-0.5 text-xs font-medium text-muted aria-[current=page]:text-accent";
   return (
@@ -275,7 +275,7 @@ function BottomBar(props: { job: string | null; onMore: () => void }) {
   );
 }
 
-/** Starting a task, and what is known of one, over whatever view. */
+/** Dialogs to start a task and to show one, over any view. */
 function Tasks(props: { job: string | null }) {
   const [search, setFilters] = useFilters();
   const path = useRouterState({ select: (s) => s.location.pathname });

@@ -6,7 +6,7 @@ import { newsOf, signOf } from "./attention";
 
 const run = { id: "a", name: "gpt", status: "training", alive: 2 } as Run;
 
-it("a title names the run and its state, and counts what nobody has dismissed", () => {
+it("the title names the run and its state, and counts undismissed incidents", () => {
   expect(signOf("/runs/a", [run], "good", [])).toEqual({ title: "gpt: training · Strata", icon: "/favicon.svg" });
   expect(signOf("/", [run], "good", [incident()])).toEqual({ title: "(1) gpt: training · Strata", icon: "/favicon-bad.svg" });
   expect(signOf("/logs", [run], "bad", [])).toEqual({ title: "(!) Logs · Strata", icon: "/favicon-bad.svg" });
@@ -15,7 +15,7 @@ it("a title names the run and its state, and counts what nobody has dismissed", 
   expect(signOf("/nowhere", [], "idle", []).title).toBe("Page not found · Strata");
 });
 
-it("failures and stops are news, once; a slow rank, a completed task and what was known are none", () => {
+it("failures and stops notify once; slow ranks, completed tasks and known incidents do not", () => {
   const before = { incidents: [incident()], tasks: [task({ id: "t", name: "gpt" }), task({ id: "u" })] };
   expect(newsOf(before, before)).toEqual([]);
   const after = {

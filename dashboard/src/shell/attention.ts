@@ -1,4 +1,4 @@
-/** What a tab that nobody looks at says: its title names the run and its state, its icon shows trouble, and who wants it is notified. */
+/** Signals of a background tab: the title names the run and its state, the icon shows problems, and notifications are optional. */
 
 import { useEffect, useRef, useSyncExternalStore } from "react";
 
@@ -15,7 +15,7 @@ export interface Sign {
   icon: "/favicon.svg" | "/favicon-warn.svg" | "/favicon-bad.svg";
 }
 
-/** Pure: the sign of a page, from where it is and how things are. */
+/** Title and icon of a page. Pure. */
 export function signOf(path: string, runs: readonly Run[], level: Level, incidents: readonly Incident[]): Sign {
   const grave = incidents.filter(isGrave).length;
   const icon = level === "bad" || grave > 0 ? "/favicon-bad.svg" : level === "warn" || incidents.length > 0 ? "/favicon-warn.svg" : "/favicon.svg";
@@ -56,7 +56,7 @@ export interface News {
   body: string;
 }
 
-/** What is worth a notification: failures that were not known before, and tasks that have ended without being completed. Pure. */
+/** Notifications: new failures, and tasks that failed or were stopped. Pure. */
 export function newsOf(before: { incidents: readonly Incident[]; tasks: readonly Task[] }, after: { incidents: readonly Incident[]; tasks: readonly Task[] }): News[] {
   const known = new Set(before.incidents.map((each) => each.id));
   const was = new Map(before.tasks.map((task) => [task.id, task.status]));
@@ -79,7 +79,7 @@ function wanted(): boolean {
   }
 }
 
-/** Whether this browser notifies; "denied" where it may not, "missing" where it cannot. */
+/** Whether this browser notifies; "denied" without permission, "missing" without support. */
 export function useNotifying(): "on" | "off" | "denied" | "missing" {
   return useSyncExternalStore(
     (listener) => {
@@ -90,13 +90,13 @@ export function useNotifying(): "on" | "off" | "denied" | "missing" {
   );
 }
 
-/** Asks the browser where it must be asked. */
+/** Requests permission where needed. */
 export async function setNotifying(on: boolean): Promise<void> {
   if (on && Notification.permission !== "granted") await Notification.requestPermission();
   try {
     localStorage.setItem(KEY, on && Notification.permission === "granted" ? "1" : "0");
   } catch {
-    // A browser that keeps nothing asks again.
+    // Without local storage the setting is lost.
   }
   for (const listener of listeners) listener();
 }
@@ -109,7 +109,7 @@ function useNotifications(): void {
   useEffect(() => {
     const last = before.current;
     before.current = ready ? { incidents, tasks } : null;
-    // What was there when the page was opened is no news.
+    // What was there when the page was opened is not new.
     if (last === null || !ready || !wanted()) return;
     for (const { tag, title, body } of newsOf(last, { incidents, tasks })) new Notification(title, { body, tag, icon: "/favicon-bad.svg" });
   }, [incidents, tasks, ready]);

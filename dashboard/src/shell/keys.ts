@@ -1,4 +1,4 @@
-/** Keys that work on every view. Inside a field they are just letters. */
+/** Global keyboard shortcuts, inactive inside fields. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { useEffect } from "react";
@@ -75,7 +75,7 @@ export function useKeys(does: { palette: () => void; help: () => void; theme: ()
   }, [does, navigate]);
 }
 
-/** Rows say so with `data-row`; a virtual list brings further ones when the focus comes near its edge. */
+/** Rows are marked with `data-row`; a virtual list renders more when the focus comes near its edge. */
 function step(by: 1 | -1): void {
   const rows = [...document.querySelectorAll<HTMLElement>("main [data-row]")];
   if (rows.length === 0) return;
@@ -86,7 +86,7 @@ function step(by: 1 | -1): void {
   next?.scrollIntoView({ block: "nearest" });
 }
 
-/** A virtual list has a few rows more than there is space for. */
+/** A virtual list renders some rows outside its viewport. */
 function isSeen(row: HTMLElement): boolean {
   const frame = (row.closest("[data-rows]") ?? document.documentElement).getBoundingClientRect();
   const { top, bottom } = row.getBoundingClientRect();

@@ -25,10 +25,10 @@ export const VIEWS: readonly ViewEntry[] = [
 
 const OF_A_JOB: readonly ViewEntry["to"][] = ["/runs", "/logs", "/settings"];
 
-/** Within reach of a thumb; the rest is behind "More". */
+/** In the phone's bottom bar; the rest is behind "More". */
 const AT_HAND: readonly ViewEntry["to"][] = ["/", "/runs", "/incidents", "/logs"];
 
-/** Those that a browser which may see one job only can show anything in. */
+/** The views available to a session, which may be bound to one job. */
 export function viewsFor(job: string | null): readonly ViewEntry[] {
   return job === null ? VIEWS : VIEWS.filter((view) => OF_A_JOB.includes(view.to));
 }
@@ -37,5 +37,5 @@ export function atHand(job: string | null): readonly ViewEntry[] {
   return viewsFor(job).filter((view) => AT_HAND.includes(view.to));
 }
 
-/** Where one signs in. */
+/** Path of the sign-in page. */
 export const SIGN_IN = "/sign-in";

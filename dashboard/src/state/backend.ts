@@ -4,8 +4,8 @@ import type { Transport } from "../api/client";
 import type { Action } from "./types";
 
 export interface Backend {
-  /** Begins to dispatch; the function it returns ends that. */
+  /** Starts dispatching; returns a function that stops it. */
   start(dispatch: (action: Action) => void): () => void;
-  /** Answers what views ask for beside the state: plans, previews, searches, changes. */
+  /** Serves what views request beside the state: plans, previews, searches, changes. */
   transport: Transport;
 }

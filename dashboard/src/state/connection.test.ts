@@ -1,5 +1,5 @@
 // @vitest-environment node
-/** Against a real server that can be told to misbehave. */
+/** Against a real server that can be made to misbehave. */
 
 import { createServer, type IncomingMessage, type Server, type ServerResponse } from "node:http";
 import type { AddressInfo, Socket } from "node:net";
@@ -16,7 +16,7 @@ class Coordinator {
   streams = true;
   signedIn = true;
   job: string | null = null;
-  /** Every path that was asked for. */
+  /** Every requested path. */
   asked: string[] = [];
   workers = [worker()];
   port = 0;
@@ -49,7 +49,7 @@ class Coordinator {
     this.open.clear();
   }
 
-  tell(number: number, kind: string, data: unknown): void {
+  send(number: number, kind: string, data: unknown): void {
     for (const stream of this.open) stream.write(`id: b-${number}\nevent: ${kind}\ndata: ${JSON.stringify(data)}\n\n`);
   }
 
@@ -104,40 +104,40 @@ afterEach(async () => {
 const until = (claim: () => void) => vi.waitFor(claim, { timeout: 25_000, interval: 20 });
 const isLive = () => until(() => expect([state.connection.phase, coordinator.readers]).toEqual(["live", 1]));
 
-it("takes a broken stream up where it ended, without a word to anybody", async () => {
+it("resumes a broken stream where it ended, without a notice", async () => {
   await isLive();
   expect([...state.workers.keys()]).toEqual(["w0"]);
-  coordinator.tell(41, "metrics", { ...metrics, total_workers: 7 });
+  coordinator.send(41, "metrics", { ...metrics, total_workers: 7 });
   await until(() => expect(state.metrics?.total_workers).toBe(7));
   coordinator.cut();
   await until(() => expect(coordinator.lastIds).toEqual([undefined, "b-41"]));
   expect(state.connection.phase).toBe("live");
 });
 
-it("asks for everything anew when asked to", async () => {
+it("fetches a new snapshot on resync", async () => {
   await isLive();
   const before = coordinator.snapshots;
   coordinator.workers = [worker({ id: "new" })];
-  coordinator.tell(1, "resync", { reason: "the coordinator restarted" });
+  coordinator.send(1, "resync", { reason: "the coordinator restarted" });
   await until(() => expect([...state.workers.keys()]).toEqual(["new"]));
   expect(coordinator.snapshots).toBeGreaterThan(before);
 });
 
-it("asks again and again where streams do not get through", async () => {
+it("polls where streams are blocked", async () => {
   coordinator.streams = false;
   coordinator.cut();
   await until(() => expect(state.connection.phase).toBe("polling"));
-  coordinator.workers = [worker({ id: "seen by asking" })];
-  await until(() => expect([...state.workers.keys()]).toEqual(["seen by asking"]));
+  coordinator.workers = [worker({ id: "seen by polling" })];
+  await until(() => expect([...state.workers.keys()]).toEqual(["seen by polling"]));
 });
 
-it("says why it is disconnected and when it tries again, keeps the last values, and comes back", async () => {
+it("says why it is disconnected and when it retries, keeps the last values, and reconnects", async () => {
   await isLive();
-  const beganMs = Date.now();
+  const stoppedMs = Date.now();
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
   expect(state.connection.reason).toMatch(/Cannot reach the coordinator/);
-  expect(state.connection.nextAttemptAtMs).toBeGreaterThan(beganMs);
+  expect(state.connection.nextAttemptAtMs).toBeGreaterThan(stoppedMs);
   expect(state.workers.size).toBe(1);
   await coordinator.start();
   await isLive();
@@ -145,15 +145,15 @@ it("says why it is disconnected and when it tries again, keeps the last values, 
   expect(state.coordinator?.server_time).toBe(NOW);
 });
 
-it("shows nothing and asks nothing once nobody is signed in, and continues when somebody is", async () => {
+it("shows and requests nothing while signed out, and continues after sign-in", async () => {
   await isLive();
   expect(state.session).toMatchObject({ name: "token ci (1)", role: "viewer" });
   coordinator.signedIn = false;
   coordinator.cut();
-  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "Your sign-in has ended: it has expired, or its token was revoked." }));
+  await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "Your session has ended: it expired, or its token was revoked." }));
   expect([state.session, state.coordinator, state.workers.size]).toEqual([null, null, 0]);
   const asked = coordinator.asked.length;
-  // Longer than the first pauses between two attempts.
+  // Longer than the first retry intervals.
   await new Promise((resolve) => setTimeout(resolve, 1_500));
   expect(coordinator.asked.length).toBe(asked);
   coordinator.signedIn = true;
@@ -163,7 +163,7 @@ it("shows nothing and asks nothing once nobody is signed in, and continues when 
   expect(state.session?.role).toBe("viewer");
 });
 
-it("takes any refused call for a reason to ask who is signed in", async () => {
+it("checks the session after any 401", async () => {
   await isLive();
   coordinator.signedIn = false;
   const { get } = await import("../api/client");
@@ -171,14 +171,14 @@ it("takes any refused call for a reason to ask who is signed in", async () => {
   await until(() => expect(state.connection.phase).toBe("signed_out"));
 });
 
-it("says what the coordinator says where nobody was signed in", async () => {
+it("shows the coordinator's message when it was never signed in", async () => {
   stop();
   coordinator.signedIn = false;
   await connect();
   await until(() => expect(state.connection).toMatchObject({ phase: "signed_out", reason: "A token is required." }));
 });
 
-it("asks for nothing that is about the whole cluster when bound to a job, and sees when the coordinator is lost", async () => {
+it("requests nothing cluster-wide when bound to a job, and notices a lost coordinator", async () => {
   await isLive();
   stop();
   coordinator.job = "task-1";
@@ -186,7 +186,7 @@ it("asks for nothing that is about the whole cluster when bound to a job, and se
   await connect();
   await until(() => expect(coordinator.asked.length).toBeGreaterThanOrEqual(2));
   expect(new Set(coordinator.asked)).toEqual(new Set(["/api/session"]));
-  expect(state.connection).toMatchObject({ phase: "polling", reason: "Bound to job task-1: polling it every few seconds." });
+  expect(state.connection).toMatchObject({ phase: "polling", reason: "Bound to job task-1: polling every few seconds." });
   await coordinator.stop();
   await until(() => expect(state.connection.phase).toBe("disconnected"));
   await coordinator.start();

@@ -1,13 +1,13 @@
 /**
  * Keeps the state in step with a coordinator.
  *
- * The event stream brings facts the moment they are durable; a snapshot every few seconds brings what is no fact
- * (heartbeats, progress, who waits). After a break the stream is taken up where it ended; when the coordinator says
- * `resync`, a new snapshot is. Where streams do not get through, snapshots alone do. Nothing is ever thrown away
- * while the coordinator is out of reach: the state says so and when the next attempt comes.
+ * The event stream brings events as soon as they are durable; a snapshot every few seconds brings soft state (heartbeats,
+ * progress, waiting workers). A broken stream is resumed where it ended; on `resync` a new snapshot is fetched. Where
+ * streams are blocked, snapshots alone are polled. Nothing is discarded while the coordinator is unreachable: the state
+ * says so, and when the next attempt comes.
  *
- * First of all it asks who is asking. A browser that nobody has signed in asks nothing more, until somebody has; one that is
- * bound to a job asks for nothing that is about the whole cluster.
+ * It first fetches the session. Without one nothing else is requested until somebody signs in; a session bound to a job
+ * requests nothing cluster-wide.
  */
 
 import { API_URL, ApiError, get, httpTransport, onUnauthorized, refusal, unreachable } from "../api/client";
@@ -26,14 +26,14 @@ const SILENCE_MS = 10_000;
 const POLL_MS = 2_000;
 const HIDDEN_POLL_MS = 10_000;
 const STREAM_RETRY_MS = 15_000;
-const SNAPSHOT_PATIENCE_MS = 15_000;
+const SNAPSHOT_TIMEOUT_MS = 15_000;
 const PAST_S = 900;
 const INCIDENTS_WAIT_MS = 150;
 const FLEET_SERIES = "coordinator_rps,active_workers,barrier_latency_p99,checkpoint_throughput,shard_assignment_time";
 
 let wake: (() => void) | null = null;
 
-/** Retry now instead of at the time announced; or, where nobody was signed in, ask whether somebody is. */
+/** Retry now instead of at the announced time; while signed out, check the session again. */
 export function retryNow(): void {
   wake?.();
 }
@@ -51,13 +51,13 @@ export const live: Backend = {
 class Follower {
   private readonly ended = new AbortController();
   private lastId = "";
-  /** Events since the snapshot under way was asked for; null when none is. */
+  /** Events since the pending snapshot was requested; null without one. */
   private since: FeedEvent[] | null = null;
   private pollTimer: ReturnType<typeof setTimeout> | undefined;
   private workers = 0;
   private asksForIncidents = false;
-  /** What is followed now. */
-  private line = new AbortController();
+  /** Aborts the current connection. */
+  private stream = new AbortController();
 
   constructor(private readonly dispatch: (action: Action) => void) {}
 
@@ -66,9 +66,9 @@ class Follower {
     clearTimeout(this.pollTimer);
   }
 
-  /** A call was refused for want of a sign-in: who is asking is asked anew. */
+  /** A call failed with 401: check the session again. */
   askAgain(): void {
-    this.line.abort();
+    this.stream.abort();
   }
 
   async run(): Promise<void> {
@@ -102,20 +102,20 @@ class Follower {
   }
 
   private async connect(onOpen: () => void): Promise<void> {
-    this.line = new AbortController();
+    this.stream = new AbortController();
     const session = await this.ask<Session>("/session");
     this.dispatch({ type: "session", session });
     if (session.job_id === null) await this.follow(onOpen);
     else await this.stay(session, onOpen);
   }
 
-  /** For a caller that is bound to a job: its views ask for what they show, and here is seen whether anybody answers. */
+  /** For a session bound to a job: its views poll what they show; this loop only checks that the coordinator responds. */
   private async stay(session: Session, onOpen: () => void): Promise<void> {
     onOpen();
     for (let now = session; now.name === session.name; now = await this.ask<Session>("/session")) {
       this.dispatch({
         type: "connection",
-        connection: { phase: "polling", reason: `Bound to job ${session.job_id}: polling it every few seconds.`, hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() },
+        connection: { phase: "polling", reason: `Bound to job ${session.job_id}: polling every few seconds.`, hint: "", nextAttemptAtMs: null, updatedAtMs: Date.now() },
       });
       await this.sleep(POLL_MS);
       if (this.ended.signal.aborted) return;
@@ -124,9 +124,9 @@ class Follower {
 
   /** Follows the stream until it breaks. */
   private async follow(onOpen: () => void): Promise<void> {
-    const { line } = this;
-    const signal = AbortSignal.any([this.ended.signal, line.signal]);
-    let silence = setTimeout(() => line.abort(), SILENCE_MS);
+    const { stream } = this;
+    const signal = AbortSignal.any([this.ended.signal, stream.signal]);
+    let silence = setTimeout(() => stream.abort(), SILENCE_MS);
     try {
       let response: Response;
       try {
@@ -136,7 +136,7 @@ class Follower {
           cache: "no-store",
         });
       } catch {
-        throw unreachable(line.signal.aborted ? `no response within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
+        throw unreachable(stream.signal.aborted ? `no response within ${SILENCE_MS / 1000} s` : "the connection was refused or lost");
       }
       if (!response.ok) throw await refusal(response);
       if (!response.body || !response.headers.get("content-type")?.startsWith("text/event-stream")) {
@@ -154,18 +154,18 @@ class Follower {
         try {
           piece = await reader.read();
         } catch {
-          throw unreachable(line.signal.aborted ? `no data for ${SILENCE_MS / 1000} s` : "the event stream was interrupted");
+          throw unreachable(stream.signal.aborted ? `no data for ${SILENCE_MS / 1000} s` : "the event stream was interrupted");
         }
         if (piece.done) return;
         clearTimeout(silence);
-        silence = setTimeout(() => line.abort(), SILENCE_MS);
+        silence = setTimeout(() => stream.abort(), SILENCE_MS);
         const events = parser.push(piece.value);
         this.lastId = parser.lastId;
         if (events.length > 0) this.take(events);
       }
     } finally {
       clearTimeout(silence);
-      line.abort();
+      stream.abort();
     }
   }
 
@@ -191,16 +191,16 @@ class Follower {
   }
 
   private async ask<T>(path: string): Promise<T> {
-    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_PATIENCE_MS)]);
+    const signal = AbortSignal.any([this.ended.signal, AbortSignal.timeout(SNAPSHOT_TIMEOUT_MS)]);
     try {
       return await get<T>(path, undefined, signal);
     } catch (error) {
       if (error instanceof ApiError || this.ended.signal.aborted) throw error;
-      throw unreachable(`no response within ${SNAPSHOT_PATIENCE_MS / 1000} s`);
+      throw unreachable(`no response within ${SNAPSHOT_TIMEOUT_MS / 1000} s`);
     }
   }
 
-  /** What happened before this page was opened; an older coordinator may not answer. */
+  /** History from before this page was opened; an older coordinator may not have it. */
   private async past(): Promise<void> {
     const signal = this.ended.signal;
     const [events, recoveries, incidents, history] = await Promise.allSettled([
@@ -215,7 +215,7 @@ class Follower {
     if (history.status === "fulfilled") this.dispatch({ type: "history", series: fleetHistory(history.value) });
   }
 
-  /** An event says that there is more to know; all of it is asked for, once for many events. */
+  /** Refetches incidents after an event, once for many events. */
   private async incidents(): Promise<void> {
     if (this.asksForIncidents) return;
     this.asksForIncidents = true;
@@ -224,13 +224,13 @@ class Follower {
     try {
       this.dispatch({ type: "incidents", incidents: await this.ask<Incident[]>(`/incidents`) });
     } catch {
-      // The stream itself ends when the coordinator is lost, and its past is asked for anew.
+      // The stream itself ends when the coordinator is lost, and the history is fetched again.
     }
   }
 
   private schedulePoll(): void {
     clearTimeout(this.pollTimer);
-    // A large fleet is asked less often: its snapshot is larger, and no eye follows a thousand workers at once.
+    // A large fleet is polled less often: its snapshot is larger.
     const waitMs = document.hidden ? HIDDEN_POLL_MS : POLL_MS + 2 * this.workers;
     this.pollTimer = setTimeout(() => {
       void this.snapshot()

@@ -1,4 +1,4 @@
-/** What happened, as the coordinator's own text: every event that is news brings its sentence. Pure. */
+/** Events as lines, with the coordinator's own text. Pure. */
 
 import type { FeedEvent } from "../api/events";
 import { plural } from "../format";
@@ -6,8 +6,8 @@ import type { EventLine } from "./types";
 
 const LEVELS = { info: "info", success: "good", warning: "warn", error: "bad" } as const;
 
-/** The event as a line of the story; null for those that only change what is shown (metrics, logs, progress), and for
- * notifications, which are about events that have their own. */
+/** The event as a line; null for those that only change state (metrics, logs, progress), and for notifications, which
+ * repeat other events. */
 export function eventLineOf({ id, kind, data }: FeedEvent): EventLine | null {
   if (kind === "notification" || !("severity" in data) || data.severity === "debug") return null;
   const about = "spec" in data ? data.spec : data;
@@ -41,12 +41,12 @@ function togetherOf(first: EventLine, workers: number, times: number): EventLine
   return { ...first, workerId: null, text: `${plural(workers, "worker")} of ${first.jobId ?? "a run"} ${did}` };
 }
 
-/** A save that went as it should: many of them are one line. */
+/** A successful checkpoint event: folded into one line. */
 function isQuiet(line: EventLine): boolean {
   return line.kind.startsWith("checkpoint_") && line.level !== "bad" && line.level !== "warn";
 }
 
-/** How far the lines that belong to the one at `from` go. */
+/** End of the group of lines that starts at `from`. */
 function endOf(items: readonly EventLine[], from: number): number {
   const first = items[from];
   let end = from + 1;
@@ -57,7 +57,7 @@ function endOf(items: readonly EventLine[], from: number): number {
   return end;
 }
 
-/** Newest first, with the same change of many workers as one, and so all saves between two other events. */
+/** Newest first. Folds the same change of many workers, and successful checkpoints in a row, into one line. */
 export function folded(items: readonly EventLine[]): EventLine[] {
   const result: EventLine[] = [];
   for (let i = 0; i < items.length; ) {
@@ -68,7 +68,7 @@ export function folded(items: readonly EventLine[]): EventLine[] {
     if (isQuiet(first)) {
       const saves = group.filter((h) => h.kind === "checkpoint_completed").length;
       const newest = group.find((h) => h.kind === "checkpoint_completed") ?? first;
-      result.push(saves > 1 ? { ...newest, text: `${newest.text}; ${plural(saves - 1, "save")} before it` } : newest);
+      result.push(saves > 1 ? { ...newest, text: `${newest.text}; ${plural(saves - 1, "earlier checkpoint")}` } : newest);
     } else if (group.length >= 3) result.push(togetherOf(first, new Set(group.map((h) => h.workerId)).size, group.length));
     else result.push(...group);
     i = end;

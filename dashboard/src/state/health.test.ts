@@ -16,16 +16,16 @@ function stateOf(change: Partial<Snapshot>, ...recoveries: ReturnType<typeof rec
 const saved = [checkpoint()];
 
 describe("the headline", () => {
-  it("before the first answer says what it waits for", () => {
+  it("is unknown before the first response", () => {
     expect(assess(initialState(), NOW).level).toBe("unknown");
   });
 
-  it("is idle when nobody trains, and says what to do", () => {
+  it("is idle when nothing trains, and says what to do", () => {
     expect(assess(stateOf({ workers: [] }), NOW)).toMatchObject({ level: "idle", headline: "No active runs" });
     expect(assess(stateOf({ workers: [worker({ status: "idle" })] }), NOW)).toMatchObject({ level: "idle", reason: "1 worker connected and idle." });
   });
 
-  it("is good when all train and the last save is young", () => {
+  it("is good when all train and the last checkpoint is recent", () => {
     const health = assess(stateOf({ checkpoints: saved }), NOW);
     expect(health).toMatchObject({ level: "good", headline: "Training is healthy" });
     expect(health.reason).toBe("1 worker on job, last checkpoint 20 s ago.");
@@ -36,7 +36,7 @@ describe("the headline", () => {
     expect(assess(stateOf({ workers, checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "w1 failed", reason: "job continues with 1 worker. Its stream broke." });
   });
 
-  it("lets a failure rest once the run has recovered without the one that failed", () => {
+  it("drops a failure once the run has recovered without that worker", () => {
     const workers = [worker(), worker({ id: "w1", status: "failed", last_heartbeat: NOW - 100 })];
     expect(assess(stateOf({ workers, checkpoints: saved }, recovery({ at: NOW - 60 })), NOW).level).toBe("good");
     expect(assess(stateOf({ workers, checkpoints: saved }, recovery({ at: NOW - 200 })), NOW).level).toBe("warn");
@@ -48,12 +48,12 @@ describe("the headline", () => {
     expect(assess(stateOf({ workers }), NOW)).toMatchObject({ level: "bad", headline: "job stopped: all workers lost", reason: "Killed." });
   });
 
-  it("says that a run is coming back", () => {
+  it("says that a run is recovering", () => {
     const workers = [worker({ status: "loading" }), worker({ id: "w1", status: "training" })];
     expect(assess(stateOf({ workers, checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "job is recovering" });
   });
 
-  it("tells a start from a recovery", () => {
+  it("distinguishes a start from a recovery", () => {
     const silent = worker({ status: "active", metrics: {}, current_step: 0 });
     expect(assess(stateOf({ workers: [silent] }), NOW)).toMatchObject({ level: "idle", headline: "job is starting" });
     expect(assess(stateOf({ workers: [silent], checkpoints: saved }), NOW)).toMatchObject({ level: "warn", headline: "job is recovering" });
@@ -74,20 +74,20 @@ describe("the headline", () => {
     expect(health.findings).toHaveLength(2);
   });
 
-  it("knows the rhythm of saves, and when one is overdue", () => {
+  it("knows the checkpoint interval, and when one is overdue", () => {
     const rhythm = [0, 1, 2, 3, 4].map((i) => checkpoint({ id: `c${i}`, step: 90 - i * 10, created_at: NOW - 200 - i * 20 }));
     const state = stateOf({ checkpoints: rhythm });
     expect(saveRhythm(runsOf(state)[0]!)).toBe(20);
-    expect(assess(state, NOW)).toMatchObject({ level: "warn", headline: "No checkpoint of job for 3 m 20 s" });
+    expect(assess(state, NOW)).toMatchObject({ level: "warn", headline: "job: no checkpoint for 3 m 20 s" });
     expect(assess(state, NOW - 150).level).toBe("good");
   });
 
   it("names who is missing at a barrier that waits too long", () => {
-    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "Blocked for 45 s, missing w1." });
+    expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "Blocked for 45 s, waiting for w1." });
     expect(assess(stateOf({ checkpoints: saved, barriers: [barrier()] }), NOW).level).toBe("good");
   });
 
-  it("notices a run that stands still", () => {
+  it("notices a stalled run", () => {
     let state = stateOf({ checkpoints: saved });
     for (let s = 2; s <= 90; s += 2) {
       const next = snapshot({ workers: [worker({ last_heartbeat: NOW + s })], checkpoints: [checkpoint({ created_at: NOW + s })] });
@@ -96,26 +96,26 @@ describe("the headline", () => {
     expect(assess(state, NOW + 90)).toMatchObject({ level: "warn", headline: "job is stalled", reason: "At step 100 for 1 m 30 s." });
   });
 
-  it("tells of a task that failed lately, not of one long ago", () => {
+  it("reports a task that failed recently, not long ago", () => {
     const failed = (at: number) => stateOf({ checkpoints: saved, tasks: [task({ status: "failed", completed_at: at, reason: "exit code 1" })] });
     expect(assess(failed(NOW - 10), NOW)).toMatchObject({ level: "bad", headline: "t failed", reason: "exit code 1" });
     expect(assess(failed(NOW - 10_000), NOW).level).toBe("good");
   });
 
-  it("says that it is old news while disconnected", () => {
+  it("is marked as last known while disconnected", () => {
     const state = reduce(stateOf({ checkpoints: saved }), { type: "connection", connection: { phase: "disconnected" } });
     expect(assess(state, NOW).headline).toBe("Last known: Training is healthy");
   });
 });
 
-/** Of the first run: the seconds and steps since its newest safe state. */
+/** Seconds and steps since the newest safe state of the first run. */
 function exposure(runs: ReturnType<typeof runsOf>, now: number): { seconds: number | null; steps: number } {
   const risk = runs[0]?.risk ?? { since: null, steps: 0 };
   return { seconds: risk.since === null ? null : now - risk.since, steps: risk.steps };
 }
 
 describe("work at risk", () => {
-  it("is what came after the moment the newest safe state was taken", () => {
+  it("is the work since the newest safe state", () => {
     expect(exposure(runsOf(stateOf({ checkpoints: saved })), NOW)).toMatchObject({ seconds: 20, steps: 10 });
   });
 
@@ -140,12 +140,12 @@ describe("work at risk", () => {
     expect(exposure(runsOf(state), NOW + 2)).toMatchObject({ seconds: 22, steps: 7 });
   });
 
-  it("is nothing when nobody trains", () => {
+  it("is nothing when nothing trains", () => {
     expect(exposure(runsOf(stateOf({ workers: [worker({ status: "idle" })] })), NOW).seconds).toBeNull();
   });
 });
 
-it("one worker that starts late does not make a recovery of a large run", () => {
+it("one late worker of a large run is not a recovery", () => {
   const many = Array.from({ length: 20 }, (_, i) => worker({ id: `w${i}`, status: i === 0 ? "loading" : "training" }));
   expect(runsOf(stateOf({ workers: many }))[0]?.status).toBe("training");
 });

@@ -1,7 +1,7 @@
 /**
  * Is training healthy, and if not, why: one headline for everything the coordinator knows. Pure.
  *
- * The gravest finding speaks; the others stand below it. Each names whom it is about, so that the next click leads there.
+ * The worst finding is the headline; the others are listed below. Each names its subject and links to it.
  */
 
 import type { Worker } from "../api/types";
@@ -13,7 +13,7 @@ export type Level = "good" | "warn" | "bad" | "idle" | "unknown";
 
 export interface Finding {
   level: "warn" | "bad";
-  /** A few words. */
+  /** Short headline. */
   title: string;
   /** One sentence: why. */
   reason: string;
@@ -28,14 +28,14 @@ export interface Health {
   findings: Finding[];
 }
 
-/** A heartbeat comes every few seconds; later than this and something is wrong, though not yet lost. */
+/** Heartbeats come every few seconds; after this long the worker is late, but not yet lost. */
 export const LATE_S = 12;
 export const BARRIER_SLOW_S = 30;
 export const STALLED_S = 60;
-/** A launcher brings lost workers back within this time, or it does not. */
+/** A launcher usually restarts lost workers within this time. */
 export const RETURN_S = 30;
 const RECENT_S = 600;
-/** Saves come at a rhythm; this many times its length without one is a finding. */
+/** This many times the usual interval without a checkpoint is a finding. */
 const OVERDUE = 3;
 
 export function assess(state: State, now: number): Health {
@@ -65,10 +65,10 @@ export function assess(state: State, now: number): Health {
   if (first && live.every((run) => run.status === "starting")) {
     return { level: "idle", headline: `${stale}${first.name} is starting`, reason: `${plural(first.alive, "worker")} joined, no steps completed yet.`, findings };
   }
-  return { level: "good", headline: `${stale}Training is healthy`, reason: wellBeing(live, now), findings };
+  return { level: "good", headline: `${stale}Training is healthy`, reason: healthyReason(live, now), findings };
 }
 
-/** Of one list, so that they agree: those that are present, all, and what they do. */
+/** Counts from one list, so that they agree: up, total, and by status. */
 export function workerCounts(workers: ReadonlyMap<string, Worker>): { present: number; total: number; text: string } {
   const counts = new Map<string, number>();
   for (const w of workers.values()) counts.set(w.status, (counts.get(w.status) ?? 0) + 1);
@@ -80,7 +80,7 @@ function rank(finding: Finding): number {
   return finding.level === "bad" ? 0 : 1;
 }
 
-function wellBeing(live: readonly Run[], now: number): string {
+function healthyReason(live: readonly Run[], now: number): string {
   const workers = live.reduce((sum, run) => sum + run.alive, 0);
   const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].name}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
   const oldest = live.map((run) => run.risk.since).filter((at) => at !== null).sort((a, b) => a - b)[0];
@@ -128,7 +128,7 @@ function ofWorkers(run: Run, now: number): Finding[] {
   return found;
 }
 
-/** A failed worker whose run has recovered since without it is history. */
+/** The run has recovered since this worker failed. */
 function replaced(worker: Worker, run: Run): boolean {
   return run.recoveries.some((r) => r.at >= worker.last_heartbeat && r.world_after > 0) && run.status !== "failed";
 }
@@ -153,13 +153,13 @@ function ofSaves(run: Run, now: number): Finding[] {
   if (rhythm !== null && run.risk.since !== null && run.status === "training") {
     const since = now - run.risk.since;
     if (since > Math.max(30, OVERDUE * rhythm)) {
-      found.push({ level: "warn", title: `No checkpoint of ${run.name} for ${age(since)}`, reason: `Usually every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} at risk.`, link });
+      found.push({ level: "warn", title: `${run.name}: no checkpoint for ${age(since)}`, reason: `Usually every ${duration(Math.round(rhythm))}; ${plural(run.risk.steps, "step")} at risk.`, link });
     }
   }
   return found;
 }
 
-/** Seconds between the last saves, by their median; null while there are too few. */
+/** Median interval between checkpoints in seconds; null while there are too few. */
 export function saveRhythm(run: Run): number | null {
   const times = run.checkpoints.filter((c) => c.status === "completed").slice(0, 10).map((c) => c.created_at);
   const gaps = times.slice(1).map((at, i) => (times[i] ?? at) - at).filter((gap) => gap > 0).sort((a, b) => a - b);
@@ -187,7 +187,7 @@ function ofBarriers(state: State, now: number): Finding[] {
   const slow = state.barriers.filter((b) => b.status === "waiting" && now - b.created_at > BARRIER_SLOW_S);
   const first = slow[0];
   if (!first) return [];
-  const missing = first.missing.length > 0 ? `missing ${names(first.missing)}` : `${count(first.arrived)} of ${count(first.total)} arrived`;
+  const missing = first.missing.length > 0 ? `waiting for ${names(first.missing)}` : `${count(first.arrived)} of ${count(first.total)} arrived`;
   return [{ level: "warn", title: `Workers blocked at barrier ${first.name}`, reason: `Blocked for ${age(now - first.created_at)}, ${missing}.`, link: { to: "/barriers", search: { status: "waiting" } } }];
 }
 

@@ -18,7 +18,7 @@ describe("a card", () => {
     expect(shown(slow(NOW - 601))).toEqual([]);
   });
 
-  it("of the same number from another life of the coordinator is another", () => {
+  it("with the same number from before a coordinator restart is another", () => {
     expect(undismissed([incident({ opened_at: NOW - 5 })], new Set([keyOf(incident())]), NOW)).toHaveLength(1);
   });
 
@@ -27,7 +27,7 @@ describe("a card", () => {
   it("that is open stays, however old", () => expect(shown(incident({ state: "open", opened_at: NOW - 1e6, closed_at: null }))).toEqual([1]));
 });
 
-it("says who, what it cost and what became of it; nothing where that is not known", () => {
+it("shows who, cost and outcome; nothing where unknown", () => {
   expect(whoOf(incident({ gpu: "GPU 1" }))).toBe("rank 1 on a, pid 7, GPU 1");
   expect(whoOf(incident({ rank: null, pid: 0 }))).toBe("");
   expect(costOf(incident({ phases_s: { detect: 1, load: 0.5 } }))).toBe("1.5 s to recover, 5 steps lost, 4 worker-seconds");
@@ -36,7 +36,7 @@ it("says who, what it cost and what became of it; nothing where that is not know
   expect(outcomeOf(incident({ state: "open" }), NOW)).toBe("open for 1 m");
 });
 
-it("filters by run, class, state and words", () => {
+it("filters by run, class, state and text", () => {
   const all = [incident(), incident({ id: 2, run: "other", failure_class: "oom", state: "open" }), incident({ id: 3, subject: "slow_rank", text: "rank 4 is slow" })];
   const ids = (filter: Parameters<typeof matching>[1]) => matching(all, filter).map((i) => i.id);
   expect(ids({})).toEqual([1, 2, 3]);

@@ -1,20 +1,20 @@
-/** Incidents as people read them: which still ask for attention, in which words. Pure. */
+/** Incidents for display: labels, filters, and which need attention. Pure. */
 
 import type { Incident } from "../api/types";
 import type { Tone } from "../components/Status";
 import { age, count, duration, plural } from "../format";
 
-/** A card stays at least so long, whatever the run has done meanwhile; after it, one that is over and was slow only, goes by itself. */
+/** The card of a rank that is no longer slow disappears after this long. */
 export const STAYS_S = 600;
-/** Whoever opens a page sees what happened within a day. */
+/** Closed incidents are shown for a day. */
 const RECENT_S = 86_400;
 
 export const CLASSES: Record<Incident["failure_class"], string> = {
-  user_error: "Error in the script", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
-  node_lost: "Machine lost", unknown: "Cause unknown",
+  user_error: "Script error", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
+  node_lost: "Machine lost", unknown: "Unknown cause",
 };
 
-const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank", quarantine: "Machine in quarantine" };
+const SUBJECTS: Record<Incident["subject"], string> = { run: "Failure", save: "Failed save", slow_rank: "Slow rank", quarantine: "Quarantined machine" };
 
 const STATES: Record<string, { tone: Tone; label: string }> = {
   open: { tone: "bad", label: "open" },
@@ -33,12 +33,12 @@ export function kindOf(incident: Incident): string {
   return incident.subject === "run" ? CLASSES[incident.failure_class] : SUBJECTS[incident.subject];
 }
 
-/** One and the same incident, also when a coordinator that has forgotten everything counts anew. */
+/** Identifies an incident even when a coordinator without its data restarts numbering. */
 export function keyOf(incident: Incident): string {
   return `${incident.id}@${Math.round(incident.opened_at)}`;
 }
 
-/** Those that nobody has dismissed: failures before ranks that are slow, newest first. A failure stays until somebody dismisses it, however fast the recovery was. */
+/** Undismissed incidents: failures before slow ranks, newest first. A failure stays until it is dismissed, however fast the recovery was. */
 export function undismissed(incidents: readonly Incident[], dismissed: ReadonlySet<string>, now: number): Incident[] {
   const pending = incidents.filter((incident) => {
     if (dismissed.has(keyOf(incident))) return false;
@@ -49,23 +49,23 @@ export function undismissed(incidents: readonly Incident[], dismissed: ReadonlyS
   return [...pending.filter(isGrave), ...pending.filter((incident) => !isGrave(incident))];
 }
 
-/** Something has failed, rather than being slow. */
+/** A failure rather than a slow rank. */
 export function isGrave(incident: Incident): boolean {
   return incident.subject !== "slow_rank";
 }
 
-/** "rank 3 on host b, pid 812, GPU 1"; empty where nobody is known. */
+/** "rank 3 on host b, pid 812, GPU 1"; empty where unknown. */
 export function whoOf(incident: Incident): string {
   const { rank, host, pid, gpu } = incident;
   return [rank === null ? "" : `rank ${rank}${host ? ` on ${host}` : ""}`, pid ? `pid ${pid}` : "", gpu].filter(Boolean).join(", ");
 }
 
-/** What its cost is counted in: of a run without GPUs, workers. */
+/** Unit of the cost: worker for a run without GPUs. */
 export function deviceOf(incident: Incident): "GPU" | "worker" {
   return incident.gpu || incident.failures.some((failure) => failure.gpu) ? "GPU" : "worker";
 }
 
-/** "12 s down, 7 steps lost, 24 GPU-seconds"; empty while it is not known. */
+/** "12 s to recover, 7 steps lost, 24 GPU-seconds"; empty while unknown. */
 export function costOf(incident: Incident): string {
   const downS = Object.values(incident.phases_s).reduce((sum, s) => sum + s, 0);
   return [
@@ -75,7 +75,7 @@ export function costOf(incident: Incident): string {
   ].filter(Boolean).join(", ");
 }
 
-/** What became of it, in a few words. */
+/** Outcome, in short. */
 export function outcomeOf(incident: Incident, now: number): string {
   if (incident.state === "open") return `open for ${age(now - incident.opened_at)}`;
   const resumed = incident.resumed_step === null ? "" : `, resumed at step ${count(incident.resumed_step)}`;
@@ -90,12 +90,12 @@ export interface IncidentFilter {
 }
 
 export function matching(incidents: readonly Incident[], filter: IncidentFilter): Incident[] {
-  const words = filter.q?.toLowerCase() ?? "";
+  const query = filter.q?.toLowerCase() ?? "";
   return incidents.filter(
     (each) =>
       (!filter.run || each.run === filter.run) &&
       (!filter.class || each.failure_class === filter.class || each.subject === filter.class) &&
       (!filter.state || each.state === filter.state) &&
-      (!words || `${each.id} ${each.run} ${each.text} ${each.reason} ${whoOf(each)} ${each.fingerprint} ${kindOf(each)}`.toLowerCase().includes(words)),
+      (!query || `${each.id} ${each.run} ${each.text} ${each.reason} ${whoOf(each)} ${each.fingerprint} ${kindOf(each)}`.toLowerCase().includes(query)),
   );
 }

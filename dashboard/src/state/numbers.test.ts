@@ -1,4 +1,4 @@
-/** Numbers that must be right in every state: each of these was once wrong. */
+/** Regression tests for numbers: each of these was once wrong. */
 
 import { describe, expect, it } from "vitest";
 
@@ -18,8 +18,8 @@ function after(...actions: Action[]): State {
 }
 
 function shot(change: Partial<Snapshot> = {}, at = NOW): Action {
-  const made = snapshot(change);
-  return { type: "snapshot", snapshot: { ...made, coordinator: { ...made.coordinator, server_time: at } }, atMs: at * 1000 };
+  const base = snapshot(change);
+  return { type: "snapshot", snapshot: { ...base, coordinator: { ...base.coordinator, server_time: at } }, atMs: at * 1000 };
 }
 
 let number = 0;
@@ -40,7 +40,7 @@ function onlyRun(state: State): Run {
 }
 
 describe("two live runs", () => {
-  it("keep the saves of the slower one, however many the other makes", () => {
+  it("keep the checkpoints of the slower one, however many the other has", () => {
     const slow = checkpoint({ id: "slow", job_id: "b", created_at: NOW - 500 });
     const fast = (from: number) => Array.from({ length: 99 }, (_, i) => checkpoint({ id: `f${from - i}`, created_at: NOW + from - i }));
     const state = after(shot({ checkpoints: [...fast(0), slow] }), shot({ checkpoints: [...fast(1), checkpoint({ id: "f-98", created_at: NOW - 98 })] }, NOW + 1));
@@ -83,7 +83,7 @@ describe("joins", () => {
 describe("while disconnected", () => {
   const away: Action = { type: "connection", connection: { phase: "disconnected" } };
 
-  it("time stands still: no heartbeat becomes late, no run stalls, no save is overdue", () => {
+  it("time stops: no heartbeat becomes late, no run stalls, no checkpoint is overdue", () => {
     const state = after(shot({ checkpoints: [checkpoint()] }), away);
     const now = serverNow(state, (NOW + 3_600) * 1000);
     expect(now).toBe(NOW);
@@ -117,9 +117,9 @@ it("an axis of eight minutes has more than one tick wherever two have space", ()
 describe("events", () => {
   const line = (n: number, kind: string, change: Partial<EventLine> = {}): EventLine => ({ id: `e-${n}`, kind, at: n, jobId: "job", workerId: null, text: `${kind} ${n}`, level: "info", ...change });
 
-  it("saves that went as they should are one line; one that failed stays its own", () => {
+  it("successful checkpoints are one line; a failed one keeps its own", () => {
     const saves = [5, 4, 3].map((n) => line(n, "checkpoint_completed"));
-    expect(folded([...saves, line(2, "checkpoint_failed", { level: "bad" }), line(1, "checkpoint_completed")]).map((l) => l.text)).toEqual(["checkpoint_completed 5; 2 saves before it", "checkpoint_failed 2", "checkpoint_completed 1"]);
+    expect(folded([...saves, line(2, "checkpoint_failed", { level: "bad" }), line(1, "checkpoint_completed")]).map((l) => l.text)).toEqual(["checkpoint_completed 5; 2 earlier checkpoints", "checkpoint_failed 2", "checkpoint_completed 1"]);
   });
 
   it("are filtered by what they are about, and problems by how bad they are", () => {

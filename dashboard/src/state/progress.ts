@@ -1,14 +1,14 @@
-/** How far a run is to go, and how long that takes at the pace of now. Pure. */
+/** Total steps and ETA of a run. Pure. */
 
 import type { Run } from "./runs";
 
-/** How many steps it is to make altogether; null where nobody has said. */
+/** Total steps; null where not reported. */
 export function goalOf(run: Run): number | null {
-  const said = run.workers.map((w) => w.metrics["total_steps"] ?? 0).find((steps) => steps > 0);
-  return run.task?.total_steps ?? said ?? null;
+  const reported = run.workers.map((w) => w.metrics["total_steps"] ?? 0).find((steps) => steps > 0);
+  return run.task?.total_steps ?? reported ?? null;
 }
 
-/** Seconds left; null where that is not known. */
+/** ETA in seconds; null where unknown. */
 export function etaOf(run: Run): number | null {
   const goal = goalOf(run);
   if (run.status !== "training" || goal === null) return null;

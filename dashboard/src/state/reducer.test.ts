@@ -13,7 +13,7 @@ function started(...actions: Action[]): State {
 }
 
 let number = 0;
-/** As complete as a test needs it. */
+/** Only as complete as a test needs. */
 function event<K extends Kind>(kind: K, data: Partial<DataOf<K>>): FeedEvent {
   number += 1;
   return { id: `boot-${number}`, kind, data: Array.isArray(data) ? data : { severity: "info", text: kind, ...data } } as FeedEvent;
@@ -85,17 +85,17 @@ function snapshotOf(state: State) {
 }
 
 describe("facts", () => {
-  it("a join of an incarnation that is over changes nothing", () => {
+  it("a join of an old incarnation changes nothing", () => {
     const state = after(joined({ incarnation: 5 }), failed({ incarnation: 2 }), joined({ incarnation: 4 }));
     expect(state.workers.get("w1")).toMatchObject({ incarnation: 5, status: "active" });
   });
 
-  it("a save fills tier by tier and keeps the moment it became safe", () => {
+  it("a checkpoint fills tier by tier and keeps the time it became safe", () => {
     const state = after(completed(), completed({ tiers: ["local", "s3"], at_s: NOW + 30 }));
     expect(state.checkpoints[0]).toMatchObject({ tiers: ["local", "s3"], completed_at: NOW, created_at: NOW - 2, throughput_mb_s: 1 });
   });
 
-  it("an ended barrier leaves those that wait in front", () => {
+  it("waiting barriers stay before ended ones", () => {
     const state = started(
       { type: "snapshot", snapshot: snapshot({ barriers: [barrier(), barrier({ id: "x", status: "complete", ended_at: NOW - 9 })] }), atMs: AT_MS },
       { type: "events", events: [event("barrier_broken", { job_id: "job", barrier_id: "step", step: 1, round: 0, arrived: 1, missing: ["w1"], expected: 2, opened_at_s: NOW - 5, reason: "lost", at_s: NOW })], atMs: AT_MS },
@@ -103,7 +103,7 @@ describe("facts", () => {
     expect(state.barriers.map((b) => [b.id, b.status])).toEqual([["job/step@1#0", "broken"], ["x", "complete"]]);
   });
 
-  it("a task's progress gives the time left; the news of an earlier attempt do not", () => {
+  it("progress of a task gives its ETA; that of an earlier attempt does not", () => {
     const progress = (attempt: number, step: number) => event("task_progressed", { task_id: "t1", attempt, worker_ids: [], step, total_steps: 100, steps_per_s: 2, progress: step, eta_s: (100 - step) / 2, reason: "", at_s: NOW });
     const state = started({ type: "snapshot", snapshot: snapshot({ tasks: [task({ attempts: 2 })] }), atMs: AT_MS }, { type: "events", events: [progress(2, 50), progress(1, 90)], atMs: AT_MS });
     expect(state.tasks[0]).toMatchObject({ step: 50, progress: 50, eta_s: 25 });
@@ -111,7 +111,7 @@ describe("facts", () => {
 
 });
 
-describe("what has no end is bounded", () => {
+describe("unbounded input is bounded", () => {
   it("logs, events, curves", () => {
     let state = started();
     for (let round = 0; round < 30; round += 1) {
@@ -169,7 +169,7 @@ it("a gap in what was reported is a gap in the curve", () => {
   expect(state.series.rps).toEqual([10, null, 10]);
 });
 
-it("the coordinator's memory is drawn without its empty ends; a skipped second is no gap, a silence is one", () => {
+it("history is drawn without its empty ends; a skipped second is no gap, a longer silence is", () => {
   const values = [null, null, 1, null, 2, null, null, null, null, null, 3, null];
   const series = runHistory({ start: 100, step: 1, job_id: "job", series: { loss: { unit: "1", values }, step_time: { unit: "s", values: values.map((v) => v && 0.5) } } });
   expect(series.times).toEqual([102, 104, 108, 110]);
@@ -178,8 +178,8 @@ it("the coordinator's memory is drawn without its empty ends; a skipped second i
   expect(throughputOf(series).unit).toBe("steps/s");
 });
 
-describe("the story", () => {
-  it("has the coordinator's own sentences, and none for what is only state", () => {
+describe("event lines", () => {
+  it("has the coordinator's own text, and no line for soft state", () => {
     const state = after(
       event("worker_failed", { worker_id: "w0", job_id: "job", incarnation: 1, generation: 3, reason: "r", at_s: NOW, severity: "error", text: "w0 failed: r" }),
       event("barrier_released", { job_id: "job", barrier_id: "b", step: 1, round: 0, arrived: 2, opened_at_s: NOW, waited_s: 0.1, reason: "", at_s: NOW, severity: "debug", text: "barrier b released" }),

@@ -69,7 +69,7 @@ export function reduce(state: State, action: Action): State {
 function signedOut(state: State, reason: string): State {
   if (state.connection.phase === "signed_out") return state;
   const { connection, ...empty } = initialState();
-  const why = state.session?.signed_in ? "Your sign-in has ended: it has expired, or its token was revoked." : reason;
+  const why = state.session?.signed_in ? "Your session has ended: it expired, or its token was revoked." : reason;
   return { ...empty, connection: { ...connection, phase: "signed_out", reason: why } };
 }
 
@@ -95,12 +95,12 @@ function applySnapshot(state: State, snapshot: Snapshot, atMs: number): State {
   };
 }
 
-/** Clocks are compared once, and again only when they have really moved: ages must not jitter. */
+/** The clock skew is kept unless it really changes: ages must not jitter. */
 function settle(state: State, skewS: number): number {
   return state.coordinator !== null && Math.abs(skewS - state.skewS) < 2 ? state.skewS : skewS;
 }
 
-/** The snapshot holds the newest only; what we knew beyond its end is still true. */
+/** The snapshot holds only the newest entries; older ones that we know are kept. */
 function withOlder<T extends { id: string }>(newest: readonly T[], known: readonly T[], at: (item: T) => number, limit: number): T[] {
   const end = newest.at(-1);
   if (end === undefined) return [...newest];
@@ -108,11 +108,11 @@ function withOlder<T extends { id: string }>(newest: readonly T[], known: readon
   return [...newest, ...known.filter((item) => at(item) < at(end) && !ids.has(item.id))].slice(0, limit);
 }
 
-/** Of a job that no event is known of, each worker's own joining is. */
+/** For a job without known events, each worker's join time stands in. */
 function withGuesses(known: readonly Generation[], workers: readonly Worker[]): readonly Generation[] {
-  const told = new Set(known.map((g) => g.jobId));
+  const reported = new Set(known.map((g) => g.jobId));
   const guesses = workers
-    .filter((w) => !told.has(w.job_id))
+    .filter((w) => !reported.has(w.job_id))
     .map((w): Generation => ({ jobId: w.job_id, number: 0, ordinal: 0, at: w.joined_at, kind: "joined", workerId: w.id, reason: "" }));
   return guesses.length === 0 ? known : [...known, ...guesses].sort(byTime).slice(-LIMITS.generations);
 }
@@ -121,7 +121,7 @@ function byTime(a: Generation, b: Generation): number {
   return a.at - b.at || a.number - b.number;
 }
 
-/** Numbers the changes of each job as people count them. How many there were is known for the moment of a snapshot. */
+/** Numbers the changes of each job from 1. A snapshot says how many there were by then. */
 function counted(generations: readonly Generation[], status: CoordinatorStatus | null): readonly Generation[] {
   if (status === null) return generations;
   const next = new Map<string, number>();
@@ -139,7 +139,7 @@ function counted(generations: readonly Generation[], status: CoordinatorStatus |
 
 // --- events ---------------------------------------------------------------------------------------------------
 
-/** State that a batch of events works on: copied once, however many there are. */
+/** State that a batch of events mutates: copied once per batch. */
 interface Draft {
   state: State;
   workers: Map<string, Worker> | null;
@@ -397,7 +397,7 @@ function logNumber(id: string): number {
   return Number.parseInt(id.slice(4), 16);
 }
 
-/** Ids grow, so an entry is new exactly when its number is beyond the last one's. */
+/** IDs ascend, so an entry is new exactly when its number is above the last one's. */
 function appendLogs(known: readonly LogEntry[], entries: readonly LogEntry[]): readonly LogEntry[] {
   const last = known.at(-1);
   const after = last === undefined ? -1 : logNumber(last.id);
@@ -439,7 +439,7 @@ function addGenerations(known: readonly Generation[], fresh: readonly Generation
   const keys = new Set(known.map(key));
   const news = fresh.filter((g) => !keys.has(key(g)));
   if (news.length === 0) return known;
-  const told = new Set(news.map((g) => g.jobId));
-  // What was guessed of a job is known now.
-  return [...known.filter((g) => g.number > 0 || !told.has(g.jobId)), ...news].sort(byTime).slice(-LIMITS.generations);
+  const reported = new Set(news.map((g) => g.jobId));
+  // Events replace guesses.
+  return [...known.filter((g) => g.number > 0 || !reported.has(g.jobId)), ...news].sort(byTime).slice(-LIMITS.generations);
 }

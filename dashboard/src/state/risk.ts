@@ -1,4 +1,4 @@
-/** The tiers of a checkpoint, and which is the newest. Pure. What would be lost is computed by the coordinator (`views/checkpoints/Safety`). */
+/** Tiers of checkpoints, and the newest one. Pure. The coordinator computes what would be lost (`views/checkpoints/Safety`). */
 
 import type { Checkpoint } from "../api/types";
 
@@ -6,7 +6,7 @@ export type Rung = "memory" | "disk" | "bucket";
 
 const DISKS: ReadonlySet<string> = new Set(["nvme", "local", "disk", "file"]);
 
-/** MEMORY, NVME, LOCAL, S3, GCS … → the rung it is. */
+/** MEMORY, NVME, LOCAL, S3, GCS … → its rung. */
 export function rungOf(tier: string): Rung {
   const name = tier.toLowerCase();
   if (name === "memory" || name === "peer") return "memory";

@@ -8,7 +8,7 @@ import type { State } from "./types";
 describe("the rank of a worker", () => {
   const of = (id: string, rank: number | null) => rankOf({ id, job_id: "job", rank });
 
-  it("is the one it is called by, whatever the order of joining", () => {
+  it("is the one in its name, whatever the order of joining", () => {
     expect(of("job-rank0", 2)).toBe(0);
     expect(of("job-rank12", 0)).toBe(12);
   });
@@ -25,7 +25,7 @@ describe("the rank of a worker", () => {
 describe("who survived a recovery", () => {
   const of = (lost: string[], joined: string[], survived = 2) => whoSurvived(recovery({ survived, lost, joined }));
 
-  it("is told with who was lost, who is new, and who took whose place", () => {
+  it("is listed with lost, new and replaced workers", () => {
     expect(of(["job-rank1"], ["job-rank1"])).toBe("2 survived in process, rank1 replaced");
     expect(of(["job-rank1"], [])).toBe("2 survived in process, rank1 lost");
     expect(of([], ["job-rank1", "other"])).toBe("2 survived in process, rank1 and other joined");
@@ -33,9 +33,9 @@ describe("who survived a recovery", () => {
   });
 
   it("is counted where there are many", () => expect(of(["a", "b", "c", "d", "e"], [], 1_200)).toBe("1,200 survived in process, 5 lost"));
-  it("is nobody where all were restarted, and nothing is said", () => expect(of([], [], 0)).toBe(""));
+  it("is empty where all were restarted", () => expect(of([], [], 0)).toBe(""));
 
-  it("is seen on the rows of those that were there before and after", () => {
+  it("marks the rows of processes that were there before and after", () => {
     const r = recovery({ at: NOW, total_s: 1, survived: 1, lost: ["lost"] });
     const row = (workerId: string, from: number, to: number | null) => ({ workerId, spans: [{ from, to, kind: "up" as const, reason: "" }] });
     expect(hasSurvived(row("stays", NOW - 60, null), r)).toBe(true);
@@ -46,7 +46,7 @@ describe("who survived a recovery", () => {
   });
 });
 
-it("a run that nobody is in any more, and that has saved nothing, keeps what it reported last", () => {
+it("a run without workers and checkpoints keeps its last report", () => {
   const state = { ...initialState(), jobs: new Map([["over", { id: "over", at: NOW - 60, step: 42, loss: 5, goodput: 0.5, tokens_per_second: null, samples_per_second: null, step_time_s: null }]]) };
   expect(runsOf(state as State)).toMatchObject([{ id: "over", status: "ended", step: 42, loss: 5, goodput: 0.5, alive: 0 }]);
 });

@@ -1,4 +1,4 @@
-/** A run is everything that goes by one job id: its workers, saves, recoveries and, when it was started here, its task. Pure. */
+/** A run is everything with one job ID: workers, checkpoints, recoveries and, if started as one, its task. Pure. */
 
 import type { Checkpoint, LastReport, Recovery, Task, Worker } from "../api/types";
 import { count } from "../format";
@@ -10,7 +10,7 @@ export type RunStatus = "pending" | "starting" | "training" | "recovering" | "id
 
 export interface Run {
   id: string;
-  /** Its task's, where it has one. */
+  /** The task's name, where it has one. */
   name: string;
   status: RunStatus;
   workers: Worker[];
@@ -21,11 +21,11 @@ export interface Run {
   loss: number | null;
   throughput: number | null;
   throughputUnit: string;
-  /** The share of its workers' time that was training; null where nothing was measured. */
+  /** Share of worker time spent training; null where not measured. */
   goodput: number | null;
   generation: number;
   startedAt: number | null;
-  /** When a worker of it last reported something. */
+  /** Time of the last report of one of its workers. */
   reportedAt: number | null;
   /** Newest first. */
   checkpoints: Checkpoint[];
@@ -39,7 +39,7 @@ export interface Run {
 export interface Risk {
   /** The newest completed save. */
   safe: Checkpoint | null;
-  /** When the safe state was taken; without one, when training began. Null when nothing trains. */
+  /** When the safe state was taken; without one, when training started. Null while not training. */
   since: number | null;
   /** Steps completed since. */
   steps: number;
@@ -47,12 +47,12 @@ export interface Risk {
 
 const STARTING: ReadonlySet<string> = new Set(["recovering", "initializing", "loading"]);
 
-/** It makes steps, or says no more about itself than that it is there and how far. */
+/** It is training, or reports only that it is active and its step. */
 export function isWorking(worker: Worker): boolean {
   return worker.status === "training" || worker.status === "checkpointing" || (worker.status === "active" && worker.current_step > 0 && !isStarting(worker));
 }
 
-/** It is on its way to the first step: it says so, or has joined and not said anything yet. */
+/** Before its first step: it reports so, or has joined without a report yet. */
 export function isStarting(worker: Worker): boolean {
   const silent = worker.resources === null && Object.keys(worker.metrics).length === 0;
   return STARTING.has(worker.status) || (worker.status === "active" && silent);
@@ -63,14 +63,14 @@ function runIds(state: State): string[] {
   for (const worker of state.workers.values()) ids.add(worker.job_id);
   for (const checkpoint of state.checkpoints) ids.add(checkpoint.job_id);
   for (const recovery of state.recoveries) ids.add(recovery.job_id);
-  for (const id of state.jobs.keys()) ids.add(id); // Whoever has reported something keeps it.
-  // A task is a run from the moment it is created: its workers join as a job of its name, or say what they work on.
+  for (const id of state.jobs.keys()) ids.add(id); // Last reports are kept.
+  // A task is a run as soon as it is created: its workers join as a job of that name, or report it as their task.
   const working = new Set([...state.workers.values()].map((w) => w.current_task));
   for (const task of state.tasks) if (!working.has(task.id)) ids.add(task.id);
   return [...ids];
 }
 
-/** Every run, those with living workers first, then by their latest activity. */
+/** All runs: those with live workers first, then by latest activity. */
 export function runsOf(state: State): Run[] {
   const runs = new Map<string, Run>(runIds(state).map((id) => [id, emptyRun(id, state)]));
   for (const worker of state.workers.values()) runs.get(worker.job_id)?.workers.push(worker);
@@ -99,7 +99,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
   const named = new Set([run.id, ...workers.map((w) => w.current_task)]);
   const task = state.tasks.find((t) => named.has(t.id)) ?? null;
   const saves = run.checkpoints.map((c) => c.step);
-  // A process that has just started says 0; the run is at the last step reported.
+  // A process that has just started reports 0; the run is at the last reported step.
   const step = point.step || (lastOf(series?.step) || last?.step || Math.max(0, task?.step ?? 0, ...workers.map((w) => w.current_step), ...saves));
   const starts = [firstJoin, ...workers.map((w) => w.joined_at), ...run.checkpoints.map((c) => c.created_at)].filter((at) => at !== undefined);
   const startedAt = starts.length === 0 ? null : Math.min(...starts);
@@ -107,7 +107,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     ...run,
     name: task?.name || run.id,
     status: statusOf(workers, alive, task, run.checkpoints.length > 0 || run.recoveries.length > 0 || alive.length < workers.length),
-    // By name: a place that stays when ranks are dealt out anew.
+    // By name: a stable order when ranks are reassigned.
     workers: [...workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true })),
     alive: alive.length,
     failed: workers.length - alive.length,
@@ -137,7 +137,7 @@ function throughputNow(point: ReturnType<typeof runPoint>, unit: string): Throug
   return { unit, value: { "tokens/s": point.tokensPerS, "samples/s": point.samplesPerS, "steps/s": point.stepsPerS }[unit] ?? null };
 }
 
-/** Of a run that nobody is in any more. */
+/** Throughput of a run without workers. */
 function lastThroughput(series: RunSeries | undefined, last: LastReport | undefined): Throughput {
   const seen = throughputOf(series);
   const value = lastOf(seen.values);
@@ -151,7 +151,7 @@ function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Ta
   if (alive.length === 0 && task !== null && (workers.length === 0 || (task.status !== "running" && task.status !== "pending"))) return task.status === "running" ? "starting" : task.status;
   if (workers.length === 0) return "ended";
   if (alive.length === 0) return "failed";
-  // One machine of a thousand that starts late does not make a recovery.
+  // One late machine of a thousand is not a recovery.
   if (4 * alive.filter(isStarting).length >= alive.length) return hasPast ? "recovering" : "starting";
   if (alive.some(isWorking)) return "training";
   return "idle";
@@ -172,14 +172,14 @@ function lastActive(run: Run): number {
   return Math.max(run.reportedAt ?? 0, run.task?.completed_at ?? run.task?.created_at ?? 0, ...run.workers.map((w) => w.last_heartbeat), run.checkpoints[0]?.created_at ?? 0, run.recoveries[0]?.at ?? 0);
 }
 
-/** What tells a worker apart from the others of its run. */
+/** The worker's name without the job prefix. */
 export function shortName(id: string, job: string): string {
   return id.length > job.length + 1 && id.startsWith(job) && /[-_./:]/.test(id.charAt(job.length)) ? id.slice(job.length + 1) : id;
 }
 
 /**
- * Its rank among the processes of its run: the one it is called by, where it is. The coordinator counts members in the order
- * they joined, and after a recovery that is another.
+ * Its rank in the run: the one in its name, where it has one. The coordinator numbers members in join order, which
+ * changes after a recovery.
  */
 export function rankOf(worker: Pick<Worker, "id" | "job_id" | "rank">): number | null {
   const called = /^rank(\d+)$/.exec(shortName(worker.id, worker.job_id));
@@ -190,7 +190,7 @@ export function rankOf(worker: Pick<Worker, "id" | "job_id" | "rank">): number |
 
 export interface Span {
   from: number;
-  /** Null: still so. */
+  /** Null: ongoing. */
   to: number | null;
   kind: "up" | "down";
   reason: string;
@@ -201,15 +201,15 @@ export interface TimelineRow {
   spans: Span[];
 }
 
-/** When each worker of a run was there: from its changes of membership, as far back as they are known. */
+/** When each worker was up, from membership changes as far back as known. */
 export function timelineRows(run: Run, generations: readonly Generation[]): TimelineRow[] {
   const rows = new Map<string, Span[]>();
   const spansOf = (id: string) => {
     const known = rows.get(id);
     if (known) return known;
-    const made: Span[] = [];
-    rows.set(id, made);
-    return made;
+    const created: Span[] = [];
+    rows.set(id, created);
+    return created;
   };
   for (const worker of run.workers) spansOf(worker.id);
   for (const g of generations) {
@@ -236,7 +236,7 @@ export interface GenerationLine {
   bad: boolean;
 }
 
-/** Changes of membership as lines on the timeline: those that follow each other within `withinS` are one. */
+/** Membership changes as lines on the timeline; changes within `withinS` are merged. */
 export function generationLines(generations: readonly Generation[], jobId: string, withinS = 1): GenerationLine[] {
   const groups: { at: number; number: number; joined: Set<string>; failed: Set<string>; left: Set<string> }[] = [];
   for (const g of generations) {
@@ -259,7 +259,7 @@ export const PHASES = ["detect", "abort", "regroup", "rendezvous", "spawn", "loa
 
 const NAMES_SHOWN = 4;
 
-/** "2 survived in process, rank1 replaced"; empty where nobody has survived. */
+/** "2 survived in process, rank1 replaced"; empty without survivors. */
 export function whoSurvived(r: Pick<Recovery, "job_id" | "survived" | "lost" | "joined">): string {
   if (r.survived === 0) return "";
   const replaced = r.joined.filter((id) => r.lost.includes(id));

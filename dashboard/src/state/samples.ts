@@ -1,4 +1,4 @@
-/** Values for tests: complete, plain, and changed where a test cares. */
+/** Fixtures for tests: complete values that a test can override. */
 
 import type { Barrier, Checkpoint, Incident, LastReport, LogEntry, Metrics, Recovery, Snapshot, Task, Worker } from "../api/types";
 

@@ -1,13 +1,13 @@
-/** Curves over time: points are added at the end, thinned when there are too many, never invented. Pure. */
+/** Time series: points are appended, thinned when there are too many, never invented. Pure. */
 
 import type { History, Metrics, Worker } from "../api/types";
 import type { RunSeries, Series } from "./types";
 
 export const POINTS_KEPT = 1_800;
 export const RUNS_KEPT = 50;
-/** Fewer seconds than this without a value are no gap in a history by the second. */
+/** Fewer missing seconds than this are not a gap. */
 const SKIPPED_S = 4;
-/** A gap this long breaks the line: nobody measured in between. */
+/** A gap this long breaks the line. */
 export const GAP_S = 15;
 
 export function emptySeries(): Series {
@@ -35,7 +35,7 @@ function append<T extends { times: number[] }>(series: T, at: number, point: Omi
   return thin(grown as unknown as T);
 }
 
-/** When full, the older half keeps every other point: far back is coarser, and nothing is cut off. */
+/** When full, the older half keeps every other point: older history is coarser, nothing is cut off. */
 function thin<T extends { times: number[] }>(series: T): T {
   if (series.times.length <= POINTS_KEPT) return series;
   const half = Math.floor(series.times.length / 2);
@@ -56,7 +56,7 @@ export function addSample(series: Series, metrics: Metrics, runs: ReadonlyMap<st
   });
 }
 
-/** Of all runs that reported lately. */
+/** Total over all runs with recent reports. */
 function totalThroughput(runs: ReadonlyMap<string, RunSeries>, at: number): number | null {
   let total: number | null = null;
   for (const run of runs.values()) {
@@ -66,7 +66,7 @@ function totalThroughput(runs: ReadonlyMap<string, RunSeries>, at: number): numb
   return total;
 }
 
-/** The curve people mean: tokens where they are counted, else samples, else steps. One unit for the whole of it. */
+/** Tokens/s where reported, else samples/s, else steps/s. One unit per series. */
 export function throughputOf(run: RunSeries | undefined): { unit: string; values: (number | null)[] } {
   if (!run) return { unit: "", values: [] };
   const measured = (values: readonly (number | null)[]) => values.some((v) => v !== null);
@@ -77,7 +77,7 @@ export function throughputOf(run: RunSeries | undefined): { unit: string; values
 
 type RunPoint = { [K in keyof Omit<RunSeries, "times">]: number | null };
 
-/** What the workers of one run say about it: the step of the furthest, the mean of what each says of the whole run. */
+/** One point from the reports of a run's workers: the highest step, and the mean of run-wide metrics. */
 export function runPoint(workers: readonly Worker[]): RunPoint {
   const alive = workers.filter((w) => w.status !== "failed");
   const working = alive.some((w) => w.status === "training" || w.status === "checkpointing" || w.status === "active") ? alive : [];
@@ -124,7 +124,7 @@ export function addRunPoints(known: ReadonlyMap<string, RunSeries>, workers: Ite
   return grown;
 }
 
-/** Points from before, followed by those we saw ourselves. */
+/** Fetched history followed by the points seen on this page. */
 export function mergeSeries(past: Partial<Series> & { times: number[] }, seen: Series): Series {
   return joined(past, seen);
 }
@@ -147,7 +147,7 @@ function joined<T extends { times: number[] }>(past: Partial<T> & { times: numbe
   return thin(result as unknown as T);
 }
 
-/** The coordinator's memory as curves; its names differ from ours. */
+/** The coordinator's history as series; its names differ from ours. */
 export function fleetHistory(history: History): Partial<Series> & { times: number[] } {
   const of = (name: string) => history.series[name]?.values ?? [];
   return trimmed({
@@ -172,8 +172,8 @@ function timesOf(history: History): number[] {
 }
 
 /**
- * Without the empty ends, and without single seconds nobody measured in, which come from clocks that do not quite agree;
- * a stretch of them stays a gap.
+ * Without the empty ends, and without single missing seconds, which come from clock differences; longer stretches stay
+ * gaps.
  */
 function trimmed<T extends { times: number[] }>(series: T): T {
   const table = series as unknown as Table;

@@ -4,9 +4,9 @@ import { EventParser } from "./sse";
 
 const STREAM = 'retry: 1000\n\nid: b-1\nevent: worker_joined\ndata: {"a":1}\n\n: still here\n\nid: b-2\nevent: logs\ndata: [{"message":"one\\ntwo: \\u2028three"}]\n\n';
 
-it("gives the same events in whatever pieces the stream arrives", () => {
-  const whole = new EventParser().push(STREAM);
-  expect(whole).toEqual([
+it("yields the same events for any chunking", () => {
+  const expected = new EventParser().push(STREAM);
+  expect(expected).toEqual([
     { id: "b-1", kind: "worker_joined", data: { a: 1 } },
     { id: "b-2", kind: "logs", data: [{ message: "one\ntwo: \u2028three" }] },
   ]);
@@ -14,12 +14,12 @@ it("gives the same events in whatever pieces the stream arrives", () => {
     const parser = new EventParser();
     const events = [];
     for (let at = 0; at < STREAM.length; at += size) events.push(...parser.push(STREAM.slice(at, at + size)));
-    expect(events).toEqual(whole);
+    expect(events).toEqual(expected);
     expect(parser.lastId).toBe("b-2");
   }
 });
 
-it("continues where an earlier stream ended, and leaves out unknown kinds and what is not JSON", () => {
+it("continues from an earlier stream, and skips unknown kinds and invalid JSON", () => {
   const parser = new EventParser("b-7");
   expect(parser.push("event: resync\ndata: {nonsense\n\n")).toEqual([]);
   expect(parser.push('event: comet_seen\ndata: {"at_s":1}\n\n')).toEqual([]);

@@ -1,4 +1,4 @@
-/** Server-sent events from a stream of text, whatever the pieces it arrives in. Pure. */
+/** Parser for server-sent events, independent of chunk boundaries. Pure. */
 
 import { received, type FeedEvent } from "../api/events";
 
@@ -15,7 +15,7 @@ export class EventParser {
     return this.id;
   }
 
-  /** The events that this piece completes. One of an unknown kind, or that is not JSON, is left out. */
+  /** The events completed by this chunk. Unknown kinds and invalid JSON are skipped. */
   push(piece: string): FeedEvent[] {
     const events: FeedEvent[] = [];
     const blocks = (this.rest + piece).split("\n\n");
@@ -32,7 +32,7 @@ export class EventParser {
     const data: string[] = [];
     for (const line of block.split("\n")) {
       const colon = line.indexOf(":");
-      if (colon <= 0) continue; // A comment keeps the line open.
+      if (colon <= 0) continue; // Comments are keep-alives.
       const field = line.slice(0, colon);
       const value = line.charAt(colon + 1) === " " ? line.slice(colon + 2) : line.slice(colon + 1);
       if (field === "id") this.id = value;

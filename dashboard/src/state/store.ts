@@ -1,4 +1,4 @@
-/** The one store: the reducer's state, handed to React at most once a frame, however much happens. */
+/** The store: the reducer's state, passed to React at most once per frame. */
 
 import { useRef, useSyncExternalStore } from "react";
 
@@ -14,7 +14,7 @@ export function dispatch(action: Action): void {
   state = reduce(state, action);
   if (waiting) return;
   waiting = true;
-  // A hidden tab draws no frames; it still must not fall behind for ever.
+  // A hidden tab has no animation frames, but must not fall behind.
   if (document.hidden) setTimeout(show, 250);
   else requestAnimationFrame(show);
 }
@@ -40,7 +40,7 @@ function subscribe(listener: () => void): () => void {
   return () => listeners.delete(listener);
 }
 
-/** A part of the state. Renders again when `equal` says that part changed. */
+/** A part of the state. Rerenders when it changes according to `equal`. */
 export function useStore<T>(select: (state: State) => T, equal: (a: T, b: T) => boolean = Object.is): T {
   const last = useRef<{ state: State; select: (state: State) => T; value: T } | null>(null);
   return useSyncExternalStore(subscribe, () => {
@@ -53,12 +53,12 @@ export function useStore<T>(select: (state: State) => T, equal: (a: T, b: T) => 
   });
 }
 
-/** Everything but the log: for views that tell the story, and must not be drawn again for every line. */
+/** The state, without rerendering for log lines. */
 export function useStory(): State {
-  return useStore(whole, sameStory);
+  return useStore(everything, sameStory);
 }
 
-function whole(s: State): State {
+function everything(s: State): State {
   return s;
 }
 
@@ -93,24 +93,24 @@ function subscribeClock(listener: () => void): () => void {
   };
 }
 
-/** Browser clock in ms, once a second, the same for everyone on the page. */
+/** Browser clock in ms, updated once a second, the same for the whole page. */
 export function useNowMs(): number {
   return useSyncExternalStore(subscribeClock, () => nowMs);
 }
 
-/** The coordinator's clock in Unix seconds, once a second. Stands still while we are disconnected from it. */
+/** The coordinator's clock in Unix seconds, updated once a second. Stops while disconnected. */
 export function useServerNow(): number {
   const now = useNowMs();
   return useStore((s) => serverNow(s, now));
 }
 
-/** The same, for a state. Whoever is out of reach does not grow older: what became of it meanwhile is not known. */
+/** The same for a given state. Ages stop while disconnected: what happened since is unknown. */
 export function serverNow(of: State, nowMs: number): number {
   const { phase, updatedAtMs } = of.connection;
   return ((phase === "disconnected" ? updatedAtMs : null) ?? nowMs) / 1000 + of.skewS;
 }
 
-/** Whether what is shown may be old: disconnected, or connecting again. */
+/** Whether the data shown may be stale. */
 export function useStale(): boolean {
   return useStore((s) => s.connection.phase === "disconnected" && s.connection.updatedAtMs !== null);
 }

@@ -9,9 +9,9 @@ import type {
  * How the coordinator is connected.
  * - connecting: no response yet
  * - live: the event stream is open
- * - polling: the stream does not work, but asking does
+ * - polling: the stream does not work, but requests do
  * - disconnected: neither; the last values stay, dimmed
- * - signed_out: the coordinator does not know who is asking; nothing is shown until somebody signs in
+ * - signed_out: no session; nothing is shown until somebody signs in
  */
 export interface Connection {
   phase: "connecting" | "live" | "polling" | "disconnected" | "signed_out";
@@ -24,9 +24,9 @@ export interface Connection {
   updatedAtMs: number | null;
 }
 
-/** A fact from the stream, or from before this page was opened. */
+/** An event from the stream, or from before this page was opened. */
 export interface EventLine {
-  /** The stream's id, unique and in order within one life of the coordinator. */
+  /** The stream's id, unique and in order until the coordinator restarts. */
   id: string;
   kind: string;
   at: number;
@@ -36,7 +36,7 @@ export interface EventLine {
   level: "info" | "good" | "warn" | "bad";
 }
 
-/** One sample a second of what changes all the time; arrays are parallel, oldest first. */
+/** One sample per second; arrays are parallel, oldest first. */
 export interface Series {
   times: number[];
   rps: (number | null)[];
@@ -47,7 +47,7 @@ export interface Series {
   planMs: (number | null)[];
 }
 
-/** Points of one run, one a poll; arrays are parallel, oldest first. */
+/** One point per poll of one run; arrays are parallel, oldest first. */
 export interface RunSeries {
   times: number[];
   step: (number | null)[];
@@ -57,12 +57,12 @@ export interface RunSeries {
   stepsPerS: (number | null)[];
 }
 
-/** A change of a run's members. */
+/** A membership change of a run. */
 export interface Generation {
   jobId: string;
-  /** As the coordinator counts, over all jobs; 0 where only the joining itself is known. */
+  /** As the coordinator counts, over all jobs; 0 for a guess from a join time. */
   number: number;
-  /** As people count: the first change of this job is 1. */
+  /** Per job: its first change is 1. */
   ordinal: number;
   at: number;
   kind: "joined" | "failed" | "left";
@@ -72,24 +72,24 @@ export interface Generation {
 
 export interface State {
   connection: Connection;
-  /** Who is asking, and what they may do; null while that is not known, and in demo mode. */
+  /** Who is signed in, and their role; null while unknown, and in demo mode. */
   session: Session | null;
-  /** Server clock minus browser clock, seconds: ages are right even where clocks are not. */
+  /** Server clock minus browser clock in seconds, to correct ages. */
   skewS: number;
   coordinator: CoordinatorStatus | null;
   workers: ReadonlyMap<string, Worker>;
   datasets: ReadonlyMap<string, Dataset>;
   /** Newest first. */
   checkpoints: readonly Checkpoint[];
-  /** Those that wait first, then the ones that ended last. */
+  /** Waiting ones first, then the latest ended. */
   barriers: readonly Barrier[];
   /** Newest first. */
   tasks: readonly Task[];
   /** Newest first. */
   recoveries: readonly Recovery[];
-  /** Newest first, as far as they were asked for. */
+  /** Newest first. */
   incidents: readonly Incident[];
-  /** What each job has reported last, also when nobody is in it any more. */
+  /** Last report of each job, kept after its workers have left. */
   jobs: ReadonlyMap<string, LastReport>;
   metrics: Metrics | null;
   /** Oldest first, bounded. */
@@ -100,21 +100,21 @@ export interface State {
   generations: readonly Generation[];
   series: Series;
   runSeries: ReadonlyMap<string, RunSeries>;
-  /** Grows whenever shards have changed hands: ask for the plan again. */
+  /** Incremented when shards are reassigned: refetch the plan. */
   planRevision: number;
-  /** Lines of a flood that the stream left out; a search still finds them. */
+  /** Log lines that the stream skipped; a search still finds them. */
   logsSkipped: number;
 }
 
 export type Action =
   /**
-   * `since`: events that came after the snapshot was asked for. They may or may not be in it, so they are applied
-   * to it once more; every event can be applied twice.
+   * `since`: events received after the snapshot was requested. They may or may not be in it, so they are applied
+   * again; every event can be applied twice.
    */
   | { type: "snapshot"; snapshot: Snapshot; since?: FeedEvent[]; atMs: number }
   | { type: "recoveries"; recoveries: Recovery[] }
   | { type: "incidents"; incidents: Incident[] }
-  /** Facts from before this page was opened, oldest first. */
+  /** Events from before this page was opened, oldest first. */
   | { type: "past"; events: FeedEvent[] }
   | { type: "events"; events: FeedEvent[]; atMs: number }
   /** Points from before this page was opened. */
@@ -122,5 +122,5 @@ export type Action =
   | { type: "runHistory"; jobId: string; series: RunSeries }
   | { type: "connection"; connection: Partial<Connection> }
   | { type: "session"; session: Session }
-  /** Nobody is signed in, or not any more: what was shown is forgotten. */
+  /** Not signed in, or not any more: all data is dropped. */
   | { type: "signedOut"; reason: string };

@@ -1,4 +1,4 @@
-/** Which barriers block whom, and for how long. Waiting barriers come first, each with its missing workers. */
+/** Barriers: waiting ones first, each with its missing workers and how long it blocks. */
 
 import { Milestone } from "lucide-react";
 import { useMemo } from "react";
@@ -82,7 +82,7 @@ function Waiting(props: { barrier: Barrier }) {
         </div>
         {barrier.missing.length > 0 ? (
           <div>
-            <p className="mb-1 text-muted">Missing for {age(now - barrier.created_at)}:</p>
+            <p className="mb-1 text-muted">Waiting {age(now - barrier.created_at)} for:</p>
             <ul className="flex flex-col gap-1">
               {barrier.missing.slice(0, MISSING_SHOWN).map((name) => <Missing key={name} name={name} now={now} />)}
             </ul>

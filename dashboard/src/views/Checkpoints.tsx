@@ -1,4 +1,4 @@
-/** Every checkpoint: its tiers, who saved it, and whether its checksums still match. */
+/** All checkpoints: tiers, worker, and verification of their checksums. */
 
 import { useQuery } from "@tanstack/react-query";
 import { HardDriveDownload } from "lucide-react";
@@ -32,7 +32,7 @@ const COLUMNS: readonly Column<Checkpoint>[] = [
   { id: "throughput", header: "Throughput", value: (each) => each.throughput_mb_s, cell: (each) => (each.throughput_mb_s === null ? "–" : `${number(each.throughput_mb_s)} MB/s`), align: "right", width: "112px" },
   { id: "created", header: "Created", value: (each) => each.created_at, cell: (each) => <Ago at={each.created_at} />, align: "right", width: "108px" },
   { id: "run", header: "Run", value: (each) => each.job_id, cell: (each) => <RunLink id={each.job_id} />, width: "minmax(9.75rem, 1fr)" },
-  { id: "worker", header: "Worker", value: (each) => each.worker_id, cell: (each) => <Name whole={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
+  { id: "worker", header: "Worker", value: (each) => each.worker_id, cell: (each) => <Name full={each.worker_id}>{shortName(each.worker_id, each.job_id)}</Name>, width: "minmax(4.5rem, 1fr)" },
   { id: "path", header: "Path", value: (each) => each.path, cell: (each) => <Path>{each.path}</Path>, width: "minmax(8rem, 2fr)" },
   { id: "digest", header: "Digest", cell: (each) => <Name mono>{each.digest.split(":").at(-1)}</Name>, width: "minmax(5rem, 1fr)" },
 ];
@@ -47,10 +47,10 @@ export function Checkpoints() {
   });
   const all = useMemo(() => allSaves(recent, history.data ?? []), [recent, history.data]);
   const status = search["status"] ?? "";
-  const words = (search["q"] ?? "").toLowerCase();
+  const query = (search["q"] ?? "").toLowerCase();
   const shown = useMemo(
-    () => all.filter((each) => (!status || each.status === status) && (!words || `${each.step} ${each.id} ${each.job_id} ${each.worker_id} ${each.path}`.toLowerCase().includes(words))),
-    [all, status, words],
+    () => all.filter((each) => (!status || each.status === status) && (!query || `${each.step} ${each.id} ${each.job_id} ${each.worker_id} ${each.path}`.toLowerCase().includes(query))),
+    [all, status, query],
   );
   const open = all.find((each) => each.id === search["checkpoint"]) ?? null;
   const last = all.find((each) => each.status === "completed");
@@ -104,7 +104,7 @@ export function Checkpoints() {
 function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () => void }) {
   const { checkpoint } = props;
   return (
-    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint of step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
+    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint at step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
       {checkpoint && (
         <div className="flex flex-col gap-5">
           <div className="flex items-center gap-4"><Status value={checkpoint.status} pill /><Ladder tiers={checkpoint.tiers} status={checkpoint.status} /></div>

@@ -1,10 +1,10 @@
-/** The coordinator's own health: how busy it is, how fast it answers, what it keeps. Nothing here is about training. */
+/** The coordinator's own health: load, latencies, memory, disk. Nothing here is about training. */
 
 import { useQuery } from "@tanstack/react-query";
 
 import { get } from "../api/client";
 import type { History } from "../api/types";
-import { Card, Facts, Figure } from "../components/Card";
+import { Card, Facts, Stat } from "../components/Card";
 import { Chart } from "../components/Chart";
 import { CopyButton } from "../components/Copy";
 import { Page } from "../components/Page";
@@ -15,7 +15,7 @@ import { age, bytes, compact, count, millis, number } from "../format";
 import { useServerNow, useStory } from "../state/store";
 
 const WINDOW_S = 900;
-const AGAIN_MS = 15_000;
+const REFETCH_MS = 15_000;
 
 export function Coordinator() {
   const { coordinator, metrics, series, workers } = useStory();
@@ -23,7 +23,7 @@ export function Coordinator() {
   const inside = useQuery({
     queryKey: ["history", "coordinator"],
     queryFn: ({ signal }) => get<History>("/metrics/history", { series: "loop_lag,memory,log_lines,log_lines_dropped,events", since: Math.floor(Date.now() / 1000 - WINDOW_S) }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
     retry: false,
   });
   if (coordinator === null) return <Page title="Coordinator"><Loading rows={8} /></Page>;
@@ -38,15 +38,15 @@ export function Coordinator() {
   return (
     <Page title="Coordinator" subtitle={`version ${coordinator.version}, up ${age(now - coordinator.started_at)}`}>
       <div className="grid grid-cols-2 gap-4 xl:grid-cols-4">
-        <Figure label="Requests" value={compact(metrics?.coordinator_rps ?? null)} unit="/s"><Sparkline label="Requests over time" values={cut(series.rps)} /></Figure>
-        <Figure label="Barrier latency, p99" value={millis(metrics?.barrier_latency_p99)} unit="ms"><Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} /></Figure>
-        <Figure label="Shard assignment" value={millis(metrics?.shard_assignment_time)} unit="ms"><Sparkline label="Shard assignment time over time" values={cut(series.planMs)} /></Figure>
-        <Figure label="Checkpoint throughput" value={number(metrics?.checkpoint_throughput)} unit="MB/s"><Sparkline label="Checkpoint throughput over time" values={cut(series.checkpointMbS)} /></Figure>
+        <Stat label="Requests" value={compact(metrics?.coordinator_rps ?? null)} unit="/s"><Sparkline label="Requests over time" values={cut(series.rps)} /></Stat>
+        <Stat label="Barrier latency, p99" value={millis(metrics?.barrier_latency_p99)} unit="ms"><Sparkline label="Barrier latency over time" values={cut(series.barrierP99)} /></Stat>
+        <Stat label="Shard assignment" value={millis(metrics?.shard_assignment_time)} unit="ms"><Sparkline label="Shard assignment time over time" values={cut(series.planMs)} /></Stat>
+        <Stat label="Checkpoint throughput" value={number(metrics?.checkpoint_throughput)} unit="MB/s"><Sparkline label="Checkpoint throughput over time" values={cut(series.checkpointMbS)} /></Stat>
       </div>
       <div className="grid gap-4 xl:grid-cols-2">
         <Card title="Requests"><Chart label="Coordinator requests per second over time" sync="coordinator" range={window} times={times} lines={[{ label: "requests", color: "busy", values: cut(series.rps), fill: true }]} unit="/s" format={compact} height={150} /></Card>
-        <Card title="Event loop" hint="how late it is"><Chart label="Lag of the event loop over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "lag", color: "warn", values: of("loop_lag"), fill: true }]} unit="ms" format={(v) => number(v)} height={150} /></Card>
-        <Card title="Memory"><Chart label="Memory of the coordinator over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "resident", color: "accent", values: of("memory"), fill: true }]} format={(v) => bytes(v)} height={150} /></Card>
+        <Card title="Event loop lag"><Chart label="Event loop lag over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "lag", color: "warn", values: of("loop_lag"), fill: true }]} unit="ms" format={(v) => number(v)} height={150} /></Card>
+        <Card title="Memory"><Chart label="Coordinator memory over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "resident", color: "accent", values: of("memory"), fill: true }]} format={(v) => bytes(v)} height={150} /></Card>
         <Card title="Log lines"><Chart label="Log lines per second over time" sync="coordinator" range={window} times={pastTimes} lines={[{ label: "received", color: "good", values: of("log_lines") }, { label: "dropped", color: "bad", values: of("log_lines_dropped") }]} unit="/s" format={compact} height={150} /></Card>
       </div>
       <Card title="Details">
@@ -57,9 +57,9 @@ export function Coordinator() {
             ["Version", coordinator.version],
             ["Started", <Time key="s" at={coordinator.started_at} />],
             ["Role", coordinator.leader ? "leader" : "standby"],
-            ["Workers known", count(workers.size)],
-            ["Jobs known", count(Object.keys(coordinator.jobs).length)],
-            ["Disk of the journal", storage === null ? "–" : storage.is_full ? `full: ${bytes(storage.free_bytes)} free, needs ${bytes(storage.needed_bytes)}` : `${bytes(storage.free_bytes)} free`],
+            ["Workers", count(workers.size)],
+            ["Jobs", count(Object.keys(coordinator.jobs).length)],
+            ["Journal disk", storage === null ? "–" : storage.is_full ? `full: ${bytes(storage.free_bytes)} free, needs ${bytes(storage.needed_bytes)}` : `${bytes(storage.free_bytes)} free`],
           ]}
         />
       </Card>

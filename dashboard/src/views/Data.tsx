@@ -1,4 +1,4 @@
-/** Where the data is, who reads which part of it, how far they are, and what it looks like. */
+/** Datasets: location, readers, shard assignment, progress and samples. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Database, Plus } from "lucide-react";
@@ -21,7 +21,7 @@ import { Register } from "./data/Register";
 import { Samples } from "./data/Samples";
 import { ShardMap } from "./data/ShardMap";
 
-const AGAIN_MS = 5_000;
+const REFETCH_MS = 5_000;
 
 const COLUMNS: readonly Column<Dataset>[] = [
   { id: "id", header: "Dataset", value: (dataset) => dataset.id, cell: (dataset) => <Name>{dataset.name === dataset.id ? dataset.id : `${dataset.name} (${dataset.id})`}</Name>, width: "minmax(10rem, 2fr)" },
@@ -29,7 +29,7 @@ const COLUMNS: readonly Column<Dataset>[] = [
   { id: "samples", header: "Samples", value: (dataset) => dataset.total_samples, cell: (dataset) => count(dataset.total_samples), align: "right", width: "130px" },
   { id: "shards", header: "Shards", value: (dataset) => dataset.shard_count, cell: (dataset) => count(dataset.shard_count), align: "right", width: "90px" },
   { id: "order", header: "Order", value: (dataset) => (dataset.shuffle ? `shuffled, seed ${dataset.seed}` : "sequential"), width: "180px" },
-  { id: "readers", header: "Read by", value: (dataset) => dataset.readers.length, cell: (dataset) => (dataset.readers.length === 0 ? <span className="text-faint">nobody</span> : <Name>{dataset.readers.join(", ")}</Name>), width: "minmax(7rem, 1fr)" },
+  { id: "readers", header: "Readers", value: (dataset) => dataset.readers.length, cell: (dataset) => (dataset.readers.length === 0 ? <span className="text-faint">none</span> : <Name>{dataset.readers.join(", ")}</Name>), width: "minmax(7rem, 1fr)" },
   { id: "registered", header: "Registered", value: (dataset) => dataset.registered_at, cell: (dataset) => <Ago at={dataset.registered_at} />, align: "right", width: "130px" },
   { id: "path", header: "Path", value: (dataset) => dataset.path, cell: (dataset) => <Path>{dataset.path}</Path>, width: "minmax(12rem, 3fr)" },
 ];
@@ -86,10 +86,10 @@ function Chosen(props: { dataset: Dataset }) {
   const audit = useQuery({
     queryKey: ["audit", dataset.id],
     queryFn: ({ signal }) => get<Audit[]>(`${path}/audit`, {}, signal),
-    refetchInterval: 2 * AGAIN_MS,
+    refetchInterval: 2 * REFETCH_MS,
     retry: false,
   });
-  // Several runs may read it: the one that was asked about, or the one that has trained on it.
+  // Several runs may read it: the selected worker's, else the one that has trained on it.
   const job = (reader !== undefined && dataset.readers.includes(reader) ? reader : undefined) ?? audit.data?.at(-1)?.job_id;
   const plan = useQuery({
     queryKey: ["shards", dataset.id, job],
@@ -97,25 +97,25 @@ function Chosen(props: { dataset: Dataset }) {
       try {
         return await get<ShardPlan>(`${path}/shards`, { limit: 10_000, job_id: job }, signal);
       } catch (error) {
-        // That run is over; another may be reading.
+        // That run has ended; another may be reading.
         if (job === undefined || !isMissing(error)) throw error;
         return get<ShardPlan>(`${path}/shards`, { limit: 10_000 }, signal);
       }
     },
-    // Nobody is asked for the plan of a dataset that nobody reads.
+    // A dataset without readers has no plan.
     enabled: !audit.isPending && dataset.readers.length > 0,
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
     placeholderData: (before) => before,
     retry: false,
   });
-  // A change of the plan is news: it is asked for at once.
+  // Refetch as soon as the plan changes.
   const moved = useStore((state) => state.planRevision);
   const { refetch } = plan;
   useEffect(() => {
     if (moved > 0) void refetch();
   }, [moved, refetch]);
   const proofs = (audit.data ?? []).filter((each) => each.job_id === plan.data?.job_id);
-  // What is verified of an epoch that has just started is not known here yet.
+  // The audit of an epoch that has just started is not fetched yet.
   const started = plan.data?.epoch;
   const isUnverified = started !== undefined && proofs.length > 0 && proofs.every((each) => each.epoch < started);
   const { refetch: verifyAgain } = audit;
@@ -128,7 +128,7 @@ function Chosen(props: { dataset: Dataset }) {
       <div className="flex min-w-0 flex-col gap-4">
         <Card title={<span className="foreign">Shards of {dataset.name}</span>}>
           {dataset.readers.length === 0 ? (
-            <Empty icon={Database} title="No run reads it">A run that reads this dataset appears here with its progress.</Empty>
+            <Empty icon={Database} title="No readers yet">Runs that read this dataset appear here with their progress.</Empty>
           ) : plan.isPending ? (
             <Loading rows={8} />
           ) : plan.isError ? (
@@ -165,7 +165,7 @@ function isMissing(error: unknown): boolean {
   return error instanceof ApiError && error.status === 404;
 }
 
-/** Those that the plan gives shards to; where it gives none, all workers of the runs that read it. */
+/** Workers with shards in the plan; without per-worker shards, all workers of the runs that read it. */
 function readersOf(plan: ShardPlan | undefined, workers: ReadonlyMap<string, Worker>, dataset: Dataset): string[] {
   const names = new Set<string>();
   if (plan?.by_shard) for (const shard of plan.shards) if (shard.worker_id !== null) names.add(shard.worker_id);
@@ -182,7 +182,7 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
   const preview = useQuery({
     queryKey: ["preview", dataset.id, worker, limit],
     queryFn: ({ signal }) => get<Preview>(`${path}/preview`, { worker_id: worker, limit }, signal),
-    refetchInterval: worker ? AGAIN_MS : false,
+    refetchInterval: worker ? REFETCH_MS : false,
     placeholderData: (before) => before,
     retry: false,
   });
@@ -192,7 +192,7 @@ function PreviewCard(props: { dataset: Dataset; readers: readonly string[]; job:
       title="Samples"
       hint={worker ? "currently read" : "first samples"}
       actions={
-        <Select aria-label="Samples of worker" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
+        <Select aria-label="Worker" className="max-w-60" value={worker} onChange={(event) => setFilters({ worker: event.target.value || undefined })}>
           <option value="">First samples</option>
           {worker && !choices.includes(worker) && <option value={worker}>{shortName(worker, job)}</option>}
           {choices.map((name) => <option key={name} value={name}>{shortName(name, job)}</option>)}

@@ -1,4 +1,4 @@
-/** Every failure, slow rank and failed save as one record: who failed first, the evidence, the decision, what it cost. */
+/** Failures, slow ranks and failed saves: first failing rank, evidence, decision and cost. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -26,12 +26,12 @@ import { useServerNow, useStore } from "../state/store";
 const MOST = 1_000;
 
 const COLUMNS: readonly Column<Incident>[] = [
-  { id: "opened", header: "When", value: (each) => each.opened_at, cell: (each) => <Ago at={each.opened_at} />, width: "110px" },
+  { id: "opened", header: "Opened", value: (each) => each.opened_at, cell: (each) => <Ago at={each.opened_at} />, width: "110px" },
   { id: "state", header: "State", value: (each) => each.state, cell: (each) => <IncidentPill incident={each} />, width: "124px" },
   { id: "class", header: "Class", value: kindOf, cell: (each) => <Name>{kindOf(each)}</Name>, width: "150px" },
-  { id: "text", header: "What happened", wide: true, cell: (each) => <Name>{each.text}</Name>, width: "minmax(14rem, 4fr)" },
+  { id: "text", header: "Summary", wide: true, cell: (each) => <Name>{each.text}</Name>, width: "minmax(14rem, 4fr)" },
   { id: "run", header: "Run", value: (each) => each.run, cell: (each) => <RunLink id={each.run} />, width: "minmax(9rem, 1fr)" },
-  { id: "rank", header: "First rank", value: (each) => each.rank, cell: (each) => (each.rank === null ? "–" : count(each.rank)), align: "right", width: "96px" },
+  { id: "rank", header: "Rank", value: (each) => each.rank, cell: (each) => (each.rank === null ? "–" : count(each.rank)), align: "right", width: "96px" },
   { id: "lost", header: "Steps lost", value: (each) => each.lost_steps, cell: (each) => count(each.lost_steps), align: "right", width: "100px" },
   { id: "gpu", header: "Cost", value: (each) => each.lost_gpu_s, cell: (each) => (each.lost_gpu_s === null ? "–" : `${count(each.lost_gpu_s)} ${deviceOf(each)}-s`), align: "right", width: "112px" },
 ];
@@ -62,7 +62,7 @@ export function Incidents() {
             {Object.entries(CLASSES).map(([value, label]) => <option key={value} value={value}>{label}</option>)}
             <option value="save">Failed saves</option>
             <option value="slow_rank">Slow ranks</option>
-            <option value="quarantine">Machines in quarantine</option>
+            <option value="quarantine">Quarantined machines</option>
           </Select>
           <Select aria-label="State" value={state ?? ""} onChange={(event) => setFilters({ state: event.target.value || undefined })}>
             <option value="">All states</option>
@@ -93,7 +93,7 @@ export function Incidents() {
             onOpen={(each) => setFilters({ incident: String(each.id) })}
             empty={
               all.length === 0 ? (
-                <Empty icon={ShieldCheck} title="No incidents">Failures, slow ranks and failed saves are recorded here, with their evidence and what they cost.</Empty>
+                <Empty icon={ShieldCheck} title="No incidents">Failures, slow ranks and failed saves appear here with evidence and cost.</Empty>
               ) : (
                 <Empty icon={ShieldCheck} title="No matching incidents">{plural(all.length, "incident")} hidden. Clear filters to see them.</Empty>
               )
@@ -107,13 +107,13 @@ export function Incidents() {
         title={open ? `${kindOf(open)}, incident ${open.id}` : `Incident ${search["incident"] ?? ""}`}
         description={open && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><IncidentPill incident={open} /><span><Time at={open.opened_at} /></span></span>}
       >
-        {open ? <Detail incident={open} now={now} /> : older.isPending ? <Loading rows={8} /> : <Empty title="Incident not found">The coordinator keeps the newest {count(MOST)}.</Empty>}
+        {open ? <Detail incident={open} now={now} /> : older.isPending ? <Loading rows={8} /> : <Empty title="Incident not found">The coordinator keeps the latest {count(MOST)}.</Empty>}
       </Drawer>
     </Page>
   );
 }
 
-/** The stream's are newer than what was asked for. */
+/** Entries from the stream replace fetched ones. */
 function together(recent: readonly Incident[], older: readonly Incident[]): Incident[] {
   const known = new Set(recent.map((each) => each.id));
   return [...recent, ...older.filter((each) => !known.has(each.id))].sort((a, b) => b.id - a.id);
@@ -136,9 +136,9 @@ function Detail({ incident, now }: { incident: Incident; now: number }) {
             ["Run", <RunLink key="r" id={incident.run} />],
             ["Decision", incident.decision || "–"],
             ["Outcome", outcomeOf(incident, now)],
-            ["Ended", <Time key="c" at={incident.closed_at} />],
+            ["Closed", <Time key="c" at={incident.closed_at} />],
             ...(who ? [["First to fail", who] as const] : []),
-            ["Class decided by", incident.rule],
+            ["Classified by", incident.rule],
           ]}
         />
         {incident.reason && <p className="foreign break-words text-muted">{incident.reason}</p>}
@@ -148,16 +148,16 @@ function Detail({ incident, now }: { incident: Incident; now: number }) {
         {costOf(incident) ? (
           <Facts items={[["Steps lost", count(incident.lost_steps)], ["Time lost", duration(incident.lost_s)], [`${deviceOf(incident) === "GPU" ? "GPU" : "Worker"}-seconds lost`, count(incident.lost_gpu_s)], ["Resumed at step", count(incident.resumed_step)]]} />
         ) : (
-          <p className="text-muted">{incident.state === "open" ? "Known when it has ended." : "Nothing was measured."}</p>
+          <p className="text-muted">{incident.state === "open" ? "Available when the incident closes." : "Not measured."}</p>
         )}
       </Section>
-      {phases.length > 0 && <Section title="Phases of the recovery"><Phases phases={phases} /></Section>}
-      <Section title={`Evidence of ${plural(incident.failures.length, "worker")}`}>
-        {incident.failures.length === 0 ? <p className="text-muted">Nobody has reported how it failed.</p> : <ol className="flex flex-col gap-3">{incident.failures.map((failure, i) => <li key={i}><Evidence failure={failure} run={incident.run} /></li>)}</ol>}
+      {phases.length > 0 && <Section title="Recovery phases"><Phases phases={phases} /></Section>}
+      <Section title={`Evidence from ${plural(incident.failures.length, "worker")}`}>
+        {incident.failures.length === 0 ? <p className="text-muted">No worker has reported a cause.</p> : <ol className="flex flex-col gap-3">{incident.failures.map((failure, i) => <li key={i}><Evidence failure={failure} run={incident.run} /></li>)}</ol>}
       </Section>
       <p className="flex flex-wrap gap-x-4">
         <Link to="/logs" search={{ q: incident.rank === null ? incident.run : `rank ${incident.rank}`, level: "warn" }} className="text-accent underline underline-offset-2">Search logs</Link>
-        <Link to="/incidents" search={{ q: incident.fingerprint }} className="text-accent underline underline-offset-2">Same failure before</Link>
+        <Link to="/incidents" search={{ q: incident.fingerprint }} className="text-accent underline underline-offset-2">Same fingerprint</Link>
       </p>
     </div>
   );
@@ -192,7 +192,7 @@ function Evidence({ failure, run }: { failure: Failure; run: string }) {
         <span className="foreign text-sm text-muted">{[failure.host, failure.pid ? `pid ${failure.pid}` : "", failure.gpu].filter(Boolean).join(", ")}</span>
         <span className="ml-auto text-sm text-faint"><Time at={failure.at_s} /></span>
       </p>
-      {ended && <p className="foreign break-words">{ended}{failure.oom_killed && ", killed by the kernel for want of memory"}</p>}
+      {ended && <p className="foreign break-words">{ended}{failure.oom_killed && ", killed by the kernel: out of memory"}</p>}
       {text && <pre tabIndex={0} className="foreign max-h-72 overflow-auto rounded-md border bg-surface p-2 font-mono text-xs whitespace-pre-wrap">{text}</pre>}
       {failure.error?.traceback && (
         <details>

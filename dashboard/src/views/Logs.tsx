@@ -1,6 +1,6 @@
 /**
- * The log of the whole fleet, live. What the coordinator still has comes first, the stream continues from there;
- * filters are in the URL. Scrolling up, or Pause, pauses the view; what arrives meanwhile is counted, not lost.
+ * Live logs of the whole fleet. History is fetched first, the stream continues from there; filters are in the URL.
+ * Scrolling up or Pause pauses the view; lines that arrive meanwhile are counted, not lost.
  */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
@@ -28,14 +28,14 @@ import { exportLogs } from "./logs/export";
 
 const ROW_PX = 24;
 const FETCHED = 2_000;
-const AGAIN_MS = 3_000;
-/** As many as there is space for. */
+const REFETCH_MS = 3_000;
+/** Characters that fit into the column. */
 const NAME_LETTERS = 25;
 
 export function Logs() {
   const [search, setFilters] = useFilters();
   const job = useOnlyJob();
-  // Whoever may see one job only asks for that one.
+  // A session bound to a job requests only that job.
   const filter = useMemo(() => ({ ...filterOf(search), ...(job === null ? {} : { task: job }) }), [search, job]);
   const wrap = search["wrap"] === "1";
   const narrow = useNarrow();
@@ -46,16 +46,16 @@ export function Logs() {
       get<LogEntry[]>("/logs", { level: filter.level, task_id: filter.task, worker_id: filter.worker, q: filter.text, limit: FETCHED }, signal),
     staleTime: Infinity,
     gcTime: 0,
-    // No stream brings what follows.
-    refetchInterval: job === null ? false : AGAIN_MS,
+    // A session bound to a job has no stream.
+    refetchInterval: job === null ? false : REFETCH_MS,
   });
-  // New lines may come faster than they can be drawn: React draws what it can.
+  // Lines may arrive faster than they can be rendered: deferred.
   const current = useDeferredValue(live);
   const lines = useMemo(() => merged(early.data ?? [], current, filter), [early.data, current, filter]);
-  const [held, setHeld] = useState<readonly LogEntry[] | null>(null);
-  useEffect(() => setHeld(null), [filter]);
-  const shown = held ?? lines;
-  const waiting = held ? newer(lines, held.at(-1)?.id) : 0;
+  const [paused, setPaused] = useState<readonly LogEntry[] | null>(null);
+  useEffect(() => setPaused(null), [filter]);
+  const shown = paused ?? lines;
+  const added = paused ? newer(lines, paused.at(-1)?.id) : 0;
   const [open, setOpen] = useState<LogEntry | null>(null);
   const filtered = isFiltered(filter, job);
   const exporting = useMutation({ mutationFn: () => exportLogs(filter) });
@@ -64,15 +64,15 @@ export function Logs() {
     <Page
       title="Logs"
       fill
-      subtitle={<span aria-live="off">{plural(shown.length, "line")}{held ? ", paused" : ""}</span>}
+      subtitle={<span aria-live="off">{plural(shown.length, "line")}{paused ? ", paused" : ""}</span>}
       actions={
         <>
           <Button aria-pressed={wrap} className="max-sm:hidden" onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
           <Button disabled={exporting.isPending} onClick={() => exporting.mutate()}><Download aria-hidden className="size-4" />Export</Button>
-          {held ? (
-            <Button look="primary" onClick={() => setHeld(null)}><Play aria-hidden className="size-4" />Resume{waiting > 0 ? ` (${count(waiting)} new)` : ""}</Button>
+          {paused ? (
+            <Button look="primary" onClick={() => setPaused(null)}><Play aria-hidden className="size-4" />Resume{added > 0 ? ` (${count(added)} new)` : ""}</Button>
           ) : (
-            <Button onClick={() => setHeld(lines)}><Pause aria-hidden className="size-4" />Pause</Button>
+            <Button onClick={() => setPaused(lines)}><Pause aria-hidden className="size-4" />Pause</Button>
           )}
         </>
       }
@@ -88,7 +88,7 @@ export function Logs() {
             {filtered ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}
           </Empty>
         ) : (
-          <Lines key={wrap || narrow ? "wrapped" : "cut"} lines={shown} wrap={wrap} narrow={narrow} following={held === null} words={filter.text ?? ""} onHold={() => setHeld((before) => before ?? lines)} onFollow={() => setHeld(null)} onOpen={setOpen} />
+          <Lines key={wrap || narrow ? "wrapped" : "cut"} lines={shown} wrap={wrap} narrow={narrow} following={paused === null} query={filter.text ?? ""} onPause={() => setPaused((before) => before ?? lines)} onFollow={() => setPaused(null)} onOpen={setOpen} />
         )}
       </section>
       <LineDrawer line={open} onClose={() => setOpen(null)} />
@@ -102,7 +102,7 @@ function newer(lines: readonly LogEntry[], id: string | undefined): number {
   return found;
 }
 
-/** By choice: a task that is the only one there may be is none. */
+/** Whether the user has set a filter; the fixed job of a bound session does not count. */
 function isFiltered(filter: LogFilter, job: string | null): boolean {
   return Object.entries(filter).some(([name, value]) => value !== undefined && !(name === "task" && job !== null));
 }
@@ -151,7 +151,7 @@ function Filters(props: { filter: LogFilter; job: string | null; onChange: (chan
   );
 }
 
-function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boolean; following: boolean; words: string; onHold: () => void; onFollow: () => void; onOpen: (line: LogEntry) => void }) {
+function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boolean; following: boolean; query: string; onPause: () => void; onFollow: () => void; onOpen: (line: LogEntry) => void }) {
   const { lines, narrow, following } = props;
   const wrap = props.wrap || narrow;
   const scroller = useRef<HTMLDivElement>(null);
@@ -176,10 +176,10 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
       tabIndex={0}
       data-rows
       className="min-h-0 flex-1 overflow-auto font-mono text-sm"
-      onWheel={(event) => { if (event.deltaY < 0) props.onHold(); }}
-      onTouchMove={props.onHold}
+      onWheel={(event) => { if (event.deltaY < 0) props.onPause(); }}
+      onTouchMove={props.onPause}
       onKeyDown={(event) => {
-        if (["ArrowUp", "PageUp", "Home"].includes(event.key)) props.onHold();
+        if (["ArrowUp", "PageUp", "Home"].includes(event.key)) props.onPause();
         if (event.key === "End") props.onFollow();
       }}
     >
@@ -199,10 +199,10 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
               style={{ transform: `translateY(${item.start}px)`, ...(wrap ? {} : { height: ROW_PX }) }}
               onClick={() => props.onOpen(line)}
               onKeyDown={(event) => { if (event.key === "Enter") props.onOpen(line); }}
-              // Whoever goes from line to line wants them to stay.
-              onFocus={(event) => { if (event.currentTarget.matches(":focus-visible")) props.onHold(); }}
+              // Keyboard navigation pauses the view.
+              onFocus={(event) => { if (event.currentTarget.matches(":focus-visible")) props.onPause(); }}
             >
-              {narrow ? <NarrowLine line={line} words={props.words} /> : <Line line={line} wrap={wrap} words={props.words} />}
+              {narrow ? <NarrowLine line={line} query={props.query} /> : <Line line={line} wrap={wrap} query={props.query} />}
             </div>
           );
         })}
@@ -211,9 +211,9 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
   );
 }
 
-/** On a phone the message has lines of its own, under who wrote it and when. */
-function NarrowLine(props: { line: LogEntry; words: string }) {
-  const { line, words } = props;
+/** On a phone the message is below time, level and worker. */
+function NarrowLine(props: { line: LogEntry; query: string }) {
+  const { line, query } = props;
   return (
     <span className="flex min-w-0 flex-1 flex-col">
       <span className="flex items-baseline gap-2 text-xs">
@@ -221,13 +221,13 @@ function NarrowLine(props: { line: LogEntry; words: string }) {
         <span className={`shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
         <span className="foreign min-w-0 truncate text-muted">{line.worker_id ?? line.source}</span>
       </span>
-      <span className={`foreign break-words whitespace-pre-wrap ${line.level === "debug" ? "text-muted" : ""}`}>{highlighted(line.message, words)}</span>
+      <span className={`foreign break-words whitespace-pre-wrap ${line.level === "debug" ? "text-muted" : ""}`}>{highlighted(line.message, query)}</span>
     </span>
   );
 }
 
-function Line(props: { line: LogEntry; wrap: boolean; words: string }) {
-  const { line, wrap, words } = props;
+function Line(props: { line: LogEntry; wrap: boolean; query: string }) {
+  const { line, wrap, query } = props;
   const writer = line.worker_id ?? line.source;
   return (
     <>
@@ -235,13 +235,13 @@ function Line(props: { line: LogEntry; wrap: boolean; words: string }) {
       <span className={`w-12 shrink-0 font-semibold uppercase ${TONE_TEXT[lookOf(line.level).tone]}`}>{line.level}</span>
       <span className="foreign w-52 shrink-0 truncate text-muted" title={writer}>{cut(writer, NAME_LETTERS)}</span>
       <span className={`foreign min-w-0 ${wrap ? "break-words whitespace-pre-wrap" : "whitespace-pre"} ${line.level === "debug" ? "text-muted" : ""}`}>
-        {highlighted(wrap ? line.message : firstLine(line.message), words)}
+        {highlighted(wrap ? line.message : firstLine(line.message), query)}
       </span>
     </>
   );
 }
 
-/** Without wrapping, a traceback is one row that says how much there is behind it. */
+/** Without wrapping, a traceback is one row with the number of further lines. */
 function firstLine(message: string): string {
   const end = message.indexOf("\n");
   if (end < 0) return message;
@@ -249,9 +249,9 @@ function firstLine(message: string): string {
   return more > 0 ? `${message.slice(0, end)}  ⏎ ${plural(more, "more line")}` : message.slice(0, end);
 }
 
-function highlighted(message: string, words: string): ReactNode {
-  if (!words) return message;
-  return splitMatches(message, words).map(({ text, hit }, place) => (hit ? <mark key={place} className="rounded-xs bg-warn-soft text-ink">{text}</mark> : text));
+function highlighted(message: string, query: string): ReactNode {
+  if (!query) return message;
+  return splitMatches(message, query).map(({ text, hit }, place) => (hit ? <mark key={place} className="rounded-xs bg-warn-soft text-ink">{text}</mark> : text));
 }
 
 function LineDrawer(props: { line: LogEntry | null; onClose: () => void }) {

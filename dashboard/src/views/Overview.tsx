@@ -1,4 +1,4 @@
-/** Is training healthy; if not, why and who; then each live run by its loss, progress, goodput, speed and risk. */
+/** Health of training and its reason; then each live run with loss, progress, goodput, throughput and risk. */
 
 import { Link } from "@tanstack/react-router";
 import { CircleCheck, CircleHelp, CirclePause, OctagonAlert, Play, TriangleAlert, type LucideIcon } from "lucide-react";
@@ -23,7 +23,7 @@ import { PaceCounts } from "./workers/Band";
 import { byPlace } from "./workers/load";
 import { pacesOf, slowest, type Pace } from "./workers/pace";
 
-/** Most pages never show it. */
+/** Rarely shown. */
 const FirstRun = lazy(() => import("./overview/FirstRun").then((module) => ({ default: module.FirstRun })));
 
 const LEVELS: Record<Level, { tone: Tone; icon: LucideIcon }> = {
@@ -45,7 +45,7 @@ export function Overview() {
   const health = useMemo(() => assess(state, now), [state, now]);
   if (state.coordinator === null) return <Page title="Overview"><Waiting health={health} /></Page>;
   const live = runs.filter((r) => r.alive > 0 || r.status === "pending" || r.status === "starting");
-  // The one that ran last keeps its values.
+  // Without live runs, the last one is shown.
   const heroes = live.length > 0 ? live.slice(0, HEROES) : runs.slice(0, 1);
   const isNew = runs.length === 0 && state.workers.size === 0 && state.eventLines.length === 0;
   const others = runs.filter((r) => !heroes.includes(r));
@@ -140,20 +140,20 @@ function FindingLink({ finding }: { finding: Finding }) {
   return <Link to={finding.link.to} search={finding.link.search ?? {}} className={look}>{label}</Link>;
 }
 
-/** How many are how fast, and the slowest by name: their own time beside the time they wait. */
+/** Workers by step time, and the slowest by name with busy and wait time. */
 function Fleet() {
   const workers = useStore((s) => s.workers);
   const paces = useMemo(() => pacesOf([...workers.values()].sort(byPlace)), [workers]);
   const counts = workerCounts(workers);
   const slow = slowest(paces, SLOWEST);
   return (
-    <Card title="Workers" hint={`${count(counts.present)} of ${count(counts.total)} present: ${counts.text}`} actions={<More to="/workers" />}>
+    <Card title="Workers" hint={`${count(counts.present)} of ${count(counts.total)} up: ${counts.text}`} actions={<More to="/workers" />}>
       <div className="flex flex-col gap-4">
         <PaceCounts paces={paces} />
         {slow.length > 1 && (
           <section aria-label="Slowest workers" className="flex flex-col gap-1.5">
-            <h3 className="text-sm font-medium text-muted">Slowest {count(slow.length)}: own time of a step, and time waiting for the others</h3>
-            <ul className="flex flex-col gap-1">{slow.map((pace) => <li key={pace.worker.id}><SlowRow pace={pace} longest={Math.max(...slow.map((p) => (p.ownS ?? 0) + (p.waitS ?? 0)))} /></li>)}</ul>
+            <h3 className="text-sm font-medium text-muted">Slowest {count(slow.length)}: busy and wait time per step</h3>
+            <ul className="flex flex-col gap-1">{slow.map((pace) => <li key={pace.worker.id}><SlowRow pace={pace} longest={Math.max(...slow.map((p) => (p.busyS ?? 0) + (p.waitS ?? 0)))} /></li>)}</ul>
           </section>
         )}
       </div>
@@ -162,15 +162,15 @@ function Fleet() {
 }
 
 function SlowRow({ pace, longest }: { pace: Pace; longest: number }) {
-  const { worker, ownS, waitS, ratio } = pace;
+  const { worker, busyS, waitS, ratio } = pace;
   const width = (seconds: number | null) => `${longest > 0 ? (100 * (seconds ?? 0)) / longest : 0}%`;
   const tone = pace.class === "slowest" ? "bg-bad" : pace.class === "slow" ? "bg-warn" : "bg-good";
   return (
     <Link to="/workers" search={{ worker: worker.id }} data-row className="grid grid-cols-[minmax(0,1fr)_4.5rem] items-center gap-x-3 rounded-md px-1 py-1 hover:bg-hover sm:grid-cols-[minmax(5rem,9rem)_minmax(0,1fr)_12rem]">
-      <Name whole={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
-      <span aria-hidden className="col-span-2 row-start-2 flex h-2 overflow-hidden rounded-full bg-hover sm:col-span-1 sm:row-start-auto"><span className={tone} style={{ width: width(ownS) }} /><span className="bg-idle/40" style={{ width: width(waitS) }} /></span>
+      <Name full={worker.id}>{shortName(worker.id, worker.job_id)}</Name>
+      <span aria-hidden className="col-span-2 row-start-2 flex h-2 overflow-hidden rounded-full bg-hover sm:col-span-1 sm:row-start-auto"><span className={tone} style={{ width: width(busyS) }} /><span className="bg-idle/40" style={{ width: width(waitS) }} /></span>
       <span className="text-right text-sm text-muted">
-        <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(ownS)} own{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>
+        <span className="font-medium text-ink">{ratio === null ? "" : `${ratio.toFixed(2)}×`}</span><span className="hidden sm:inline"> {duration(busyS)} busy{waitS === null ? "" : `, ${duration(waitS)} waiting`}</span>
       </span>
     </Link>
   );

@@ -1,4 +1,4 @@
-/** Runs, present and past: those whose workers the coordinator knows, and those that it has only the metrics of. */
+/** Runs, present and past: those known to the coordinator, and those with only their metrics left. */
 
 import { useNavigate } from "@tanstack/react-router";
 import { Activity, GitCompareArrows, Play } from "lucide-react";
@@ -21,13 +21,13 @@ import { useLoggedRuns } from "./runs/metrics";
 interface Row {
   id: string;
   name: string;
-  /** Null: nothing is known of it but what it has logged. */
+  /** Null: only its logged metrics are known. */
   run: Run | null;
   logged: LoggedRun | null;
   tags: readonly string[];
 }
 
-/** Every job that is known, and beside them earlier runs of jobs, and runs of jobs that are not known any more. */
+/** All known jobs, plus earlier runs and runs of jobs that are no longer known. */
 function rowsOf(runs: readonly Run[], logged: readonly LoggedRun[]): Row[] {
   const latest = new Map<string, LoggedRun>();
   for (const one of logged) {
@@ -59,7 +59,7 @@ function columnsFor(picked: readonly string[], pick: (id: string) => void): read
 function Pick(props: { row: Row; picked: readonly string[]; onPick: (id: string) => void }) {
   const { row } = props;
   const checked = props.picked.includes(row.id);
-  const why = row.logged === null ? "It has logged no metrics" : !checked && props.picked.length >= RUNS_COMPARED ? `At most ${RUNS_COMPARED} are compared` : undefined;
+  const why = row.logged === null ? "No metrics logged" : !checked && props.picked.length >= RUNS_COMPARED ? `At most ${RUNS_COMPARED} runs` : undefined;
   return <input type="checkbox" aria-label={`Compare ${row.name}`} title={why} disabled={why !== undefined} checked={checked} className="size-4 align-middle accent-accent" onClick={(event) => event.stopPropagation()} onChange={() => props.onPick(row.id)} />;
 }
 
@@ -79,8 +79,8 @@ export function Runs() {
   const state = useStory();
   const logged = useLoggedRuns();
   const rows = useMemo(() => rowsOf(runsOf(state), logged ?? []), [state, logged]);
-  const words = filters["q"]?.toLowerCase() ?? "";
-  const shown = useMemo(() => rows.filter((row) => `${row.name} ${row.id} ${row.tags.join(" ")}`.toLowerCase().includes(words)), [rows, words]);
+  const query = filters["q"]?.toLowerCase() ?? "";
+  const shown = useMemo(() => rows.filter((row) => `${row.name} ${row.id} ${row.tags.join(" ")}`.toLowerCase().includes(query)), [rows, query]);
   const picked = useMemo(() => idsOf(filters["pick"]), [filters]);
   const columns = useMemo(() => columnsFor(picked, (id) => set({ pick: textOf(picked.includes(id) ? picked.filter((p) => p !== id) : [...picked, id]) }, { replace: true })), [picked, set]);
   return (
@@ -90,9 +90,9 @@ export function Runs() {
       actions={
         <>
           {picked.length > 0 && <Button look="ghost" onClick={() => set({ pick: undefined }, { replace: true })}>Clear</Button>}
-          <Button disabled={picked.length < 2} title={picked.length < 2 ? "Choose two runs or more" : undefined} onClick={() => void navigate({ to: "/compare", search: { runs: textOf(picked) } })}><GitCompareArrows aria-hidden className="size-4" />{picked.length > 0 ? `Compare ${count(picked.length)}` : "Compare"}</Button>
+          <Button disabled={picked.length < 2} title={picked.length < 2 ? "Select at least two runs" : undefined} onClick={() => void navigate({ to: "/compare", search: { runs: textOf(picked) } })}><GitCompareArrows aria-hidden className="size-4" />{picked.length > 0 ? `Compare ${count(picked.length)}` : "Compare"}</Button>
           <Button look="primary" needs="operator" onClick={() => set({ start: "1" })}><Play aria-hidden className="size-4" />Start task</Button>
-          <Input data-search type="search" aria-label="Search runs" placeholder="Name, id or tag" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
+          <Input data-search type="search" aria-label="Search runs" placeholder="Name, ID or tag" value={filters["q"] ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
         </>
       }
     >

@@ -24,7 +24,7 @@ import { Tokens } from "./settings/Tokens";
 const PHASES = {
   connecting: "connecting",
   live: "live (event stream)",
-  polling: "polling (event stream blocked)",
+  polling: "polling",
   disconnected: "disconnected",
   signed_out: "signed out",
 };
@@ -84,7 +84,7 @@ function AccessCard() {
       <div className="flex flex-col gap-3">
         <Facts items={[["Name", session.name], ["Role", session.role], ["Job", session.job_id ?? "all"]]} />
         <p className="text-muted">{session.role}: {ABILITIES[session.role]}.</p>
-        {!session.signed_in && <p className="text-muted">The coordinator knows you without a sign-in. <Link to="/sign-in" className="text-accent underline underline-offset-2">Sign in with a token</Link> to see what somebody else sees.</p>}
+        {!session.signed_in && <p className="text-muted">This connection needs no sign-in. <Link to="/sign-in" className="text-accent underline underline-offset-2">Sign in with a token</Link> to use another role.</p>}
         {work.isError && <ErrorNote error={work.error} />}
       </div>
     </Card>
@@ -93,17 +93,17 @@ function AccessCard() {
 
 function NotificationCard() {
   const state = useNotifying();
-  const says = {
-    on: "This browser shows a notification when a run fails or a task stops, while a page of Strata is open.",
-    off: "Off. A notification is shown when a run fails or a task stops, while a page of Strata is open.",
-    denied: "This browser does not allow notifications of this address. Allow them in its settings for this page.",
-    missing: "This browser shows no notifications for this address; they need https, or a coordinator on this machine.",
+  const text = {
+    on: "This browser notifies when a run fails or a task stops, while a Strata page is open.",
+    off: "Get notified when a run fails or a task stops, while a Strata page is open.",
+    denied: "Blocked by this browser. Allow notifications for this address in its site settings.",
+    missing: "Not available: notifications need HTTPS or a coordinator on this machine.",
   }[state];
   return (
     <Card title="Desktop notifications">
       <div className="flex flex-col gap-3">
         {(state === "on" || state === "off") && <Segmented label="Desktop notifications" value={state} options={[["on", "On"], ["off", "Off"]]} onChange={(next) => void setNotifying(next === "on")} />}
-        <p className="text-muted">{says}</p>
+        <p className="text-muted">{text}</p>
       </div>
     </Card>
   );

@@ -1,6 +1,6 @@
 /**
- * Sign in with a token, or by opening a link that works once. Stands in the place of every view while nobody is signed in, so
- * that one continues where one was.
+ * Sign in with a token or a one-time link. Replaces every view while signed out, so that the requested page opens after
+ * sign-in.
  */
 
 import { useMutation } from "@tanstack/react-query";
@@ -47,7 +47,7 @@ export function SignIn() {
         {phase === "signed_out" && !work.isError && <p className="foreign break-words text-muted">{reason}</p>}
         {session && mode === "live" && (
           <p className="text-muted">
-            You are <span className="foreign break-words text-ink">{session.name}</span>, {session.role}. <Link to="/" className="text-accent underline underline-offset-2">Open the dashboard</Link>
+            Signed in as <span className="foreign break-words text-ink">{session.name}</span> ({session.role}). <Link to="/" className="text-accent underline underline-offset-2">Open the dashboard</Link>
           </p>
         )}
       </header>
@@ -62,7 +62,7 @@ export function SignIn() {
           }}
         >
           {work.isError && <ErrorNote error={work.error} />}
-          <Field label="Token" hint="Kept by this browser for 12 hours as a cookie that no script can read.">
+          <Field label="Token" hint="Starts a 12-hour session (HttpOnly cookie)">
             {(ids) => <Input {...ids} type="password" required autoFocus autoCapitalize="off" className="h-10 font-mono" value={token} onChange={(event) => setToken(event.target.value)} />}
           </Field>
           <Button type="submit" look="primary" className="h-10" disabled={work.isPending || waitS > 0}>
@@ -71,9 +71,9 @@ export function SignIn() {
         </form>
       )}
       <p className="border-t pt-4 text-muted">
-        Get a token with <Command>strata token create --role viewer</Command>, or ask an admin for a link that signs you in once: <Command>strata dashboard-link</Command>.
+        Get a token with <Command>strata token create --role viewer</Command>, or ask an admin for a one-time sign-in link: <Command>strata dashboard-link</Command>.
       </p>
-      {mode === "live" && <Button look="ghost" className="-ml-3 self-start" onClick={() => setMode("demo")}>Show simulated data instead</Button>}
+      {mode === "live" && <Button look="ghost" className="-ml-3 self-start" onClick={() => setMode("demo")}>Open demo with simulated data</Button>}
     </div>
   );
 }
@@ -82,7 +82,7 @@ function Command(props: { children: string }) {
   return <code className="rounded bg-raised px-1 py-0.5 font-mono text-sm text-ink">{props.children}</code>;
 }
 
-/** Whoever signs in in another tab is signed in here too, as soon as this one is looked at. */
+/** A sign-in in another tab applies here as soon as this tab is visible. */
 function useOtherTabs(): void {
   useEffect(() => {
     const look = () => {
@@ -93,7 +93,7 @@ function useOtherTabs(): void {
   }, []);
 }
 
-/** Seconds until the coordinator takes another attempt. */
+/** Seconds until the coordinator accepts another attempt. */
 function useWait(error: unknown, sinceMs: number): number {
   const now = useNowMs();
   if (!(error instanceof ApiError) || error.retryAfterS === 0) return 0;

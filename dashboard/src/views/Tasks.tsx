@@ -1,4 +1,4 @@
-/** What is known of a task, beside its run: progress, exit cause, settings; and starting, stopping and restarting it. */
+/** A task: progress, exit cause, configuration; start, stop and restart. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
@@ -31,7 +31,7 @@ export function TaskDialogs(props: { starts: boolean; task: string | undefined; 
     <>
       <Start open={props.starts} onClose={() => props.onChange({ start: undefined })} onStarted={(id) => void navigate({ to: "/runs/$job", params: { job: id }, search: { task: id } })} />
       <Drawer open={props.task !== undefined && !props.starts} onClose={close} title={task?.name ?? props.task ?? "Task"} description={task ? <span className="foreign">{task.reason}</span> : undefined}>
-        {task ? <TaskDetails key={task.id} task={task} /> : <Empty title="Task not found">It was removed, or never was here.</Empty>}
+        {task ? <TaskDetails key={task.id} task={task} /> : <Empty title="Task not found">It was removed or never existed.</Empty>}
       </Drawer>
     </>
   );

@@ -1,4 +1,4 @@
-/** The fleet: a cell for each worker, or a row; a drawer with everything about one. */
+/** The fleet as a grid or a table, and a drawer for one worker. */
 
 import { Boxes, LayoutGrid, Rows3 } from "lucide-react";
 import { useMemo } from "react";
@@ -18,22 +18,22 @@ import { useStore } from "../state/store";
 import { Band } from "./workers/Band";
 import { Heatmap, Legend, type HeatmapColor } from "./workers/Heatmap";
 import { byPlace, loadOf, matches } from "./workers/load";
-import { byHost, ownTime, pacesOf, type Pace } from "./workers/pace";
+import { byHost, busyTime, pacesOf, type Pace } from "./workers/pace";
 import { WorkerDrawer } from "./workers/WorkerDrawer";
 
-/** With more, a grid is a wall: counts are shown, and the exceptions by name. */
+/** With more workers, counts and the exceptions are shown instead of a grid. */
 const GRID_MOST = 240;
 
 const COLUMNS: readonly Column<Worker>[] = [
   { id: "rank", header: "Rank", value: rankOf, cell: (w) => count(rankOf(w)), width: "72px", align: "right" },
-  { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name whole={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
+  { id: "id", header: "Worker", value: (w) => w.id, cell: (w) => <Name full={w.id}>{shortName(w.id, w.job_id)}</Name>, width: "minmax(8rem, 1fr)" },
   { id: "status", header: "Status", value: (w) => w.status, cell: (w) => <Status value={w.status} title={w.slow ? `slow: ${w.reason}` : w.reason} />, width: "140px" },
   { id: "job", header: "Run", value: (w) => w.job_id, cell: (w) => <Name>{w.job_id}</Name>, width: "minmax(9.75rem, 1fr)" },
   { id: "step", header: "Step", value: (w) => w.current_step, cell: (w) => count(w.current_step), width: "100px", align: "right" },
   { id: "load", header: "Load", value: (w) => loadOf(w).percent, cell: (w) => <LoadCell worker={w} />, width: "minmax(9rem, 1fr)" },
   { id: "memory", header: "Memory", value: (w) => w.resources?.memory_used_bytes ?? null, cell: (w) => <Bytes value={w.resources?.memory_used_bytes} />, width: "104px", align: "right" },
-  { id: "step_time", header: "Own time", value: (w) => ownTime(w).ownS, cell: (w) => millisOf(ownTime(w).ownS), width: "100px", align: "right" },
-  { id: "wait", header: "Waiting", value: (w) => ownTime(w).waitS, cell: (w) => millisOf(ownTime(w).waitS), width: "96px", align: "right" },
+  { id: "step_time", header: "Busy time", value: (w) => busyTime(w).busyS, cell: (w) => millisOf(busyTime(w).busyS), width: "100px", align: "right" },
+  { id: "wait", header: "Wait time", value: (w) => busyTime(w).waitS, cell: (w) => millisOf(busyTime(w).waitS), width: "96px", align: "right" },
   { id: "shards", header: "Shards", value: (w) => w.assigned_shards, cell: (w) => (w.assigned_shards === 0 ? "–" : count(w.assigned_shards)), width: "80px", align: "right" },
   { id: "last_heartbeat", header: "Last heartbeat", value: (w) => w.last_heartbeat, cell: (w) => <Ago at={w.last_heartbeat} />, width: "130px", align: "right" },
 ];
@@ -58,7 +58,7 @@ export function Workers() {
   const all = useMemo(() => [...workers.values()].sort(byPlace), [workers]);
   const jobs = useMemo(() => [...new Set(all.map((w) => w.job_id))].sort(), [all]);
   const shown = useMemo(() => all.filter((w) => matches(w, { q, status, job })), [all, q, status, job]);
-  // Beside all of its run, whoever is shown.
+  // Compared with the whole run, whatever the filter.
   const paces = useMemo(() => pacesOf(all).filter((p) => matches(p.worker, { q, status, job })), [all, q, status, job]);
   const counts = useMemo(() => {
     const found = new Map<string, number>();

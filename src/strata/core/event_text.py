@@ -1,7 +1,7 @@
-"""What every event says in one sentence, and how grave it is.
+"""The sentence and the severity of every event.
 
 The only place where events become text: the event stream, `strata replay`, the log and the dashboard all show what is
-written here. A sentence begins in lower case, names what it is about, and ends with the event's own reason. Pure.
+written here. A sentence starts in lower case, names its subject, and ends with the event's own reason. Pure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from strata.core.telemetry.stragglers import Change
 from strata.core.text import counted
 
 Severity = Literal["debug", "info", "success", "warning", "error"]
-"""`debug` is what the state shows anyway (progress, releases); the rest is the story of a run."""
+"""`debug` is what the state shows anyway (progress, releases); the rest is the history of a run."""
 
 
 class EventText(NamedTuple):
@@ -90,12 +90,12 @@ def describe(event: Event | Change) -> EventText:
             what = f"barrier {event.barrier_id} broken at step {event.step:,}"
             return EventText("warning", _because(event, what))
         case CheckpointStarted():
-            return EventText("debug", f"checkpoint of step {event.step:,} started by {event.worker_id}")
+            return EventText("debug", f"checkpoint at step {event.step:,} started by {event.worker_id}")
         case CheckpointCompleted():
-            what = f"checkpoint of step {event.step:,} completed"
+            what = f"checkpoint at step {event.step:,} completed"
             return EventText("success", _because(event, what))
         case CheckpointFailed():
-            return EventText("error", _because(event, f"checkpoint of step {event.step:,} failed"))
+            return EventText("error", _because(event, f"checkpoint at step {event.step:,} failed"))
         case CheckpointRemoved():
             return EventText("debug", _because(event, f"checkpoint {event.checkpoint_id} removed"))
         case TaskCreated():
@@ -124,32 +124,32 @@ def describe(event: Event | Change) -> EventText:
             of: dict[str, Severity] = {"recovered": "success", "stopped": "error", "failed_again": "warning"}
             return EventText(of[event.outcome], _because(event, what))
         case HostQuarantined():
-            return EventText("error", _because(event, f"machine {event.host} was quarantined by {event.by}"))
+            return EventText("error", _because(event, f"machine {event.host} quarantined by {event.by}"))
         case HostCleared():
-            return EventText("success", _because(event, f"machine {event.host} may be used again"))
+            return EventText("success", _because(event, f"machine {event.host} released from quarantine"))
         case HostDrainStarted():
             within_s = max(0.0, event.deadline_s - event.at_s)
-            what = f"machine {event.host} is drained by {event.by} within {within_s:.0f} s"
+            what = f"drain of machine {event.host} started by {event.by}, deadline in {within_s:.0f} s"
             return EventText("warning", _because(event, what))
         case HandoverRecorded():
             lost_so_far = event.lost_steps
             severity = "info" if lost_so_far is None else "warning" if lost_so_far else "success"
             return EventText(severity, _because(event, f"{event.job_id} leaves machine {event.host}"))
         case HostDrained():
-            return EventText("info", _because(event, f"machine {event.host} is drained"))
+            return EventText("info", _because(event, f"machine {event.host} drained"))
         case HostUndrained():
-            return EventText("success", _because(event, f"machine {event.host} may be used again"))
+            return EventText("success", _because(event, f"machine {event.host} undrained"))
         case HostExamined():
             if event.failed:
                 found = "; ".join(f"{name}: {why}" for name, why in sorted(event.failed.items()))
-                return EventText("error", f"machine {event.host} is not fit to train: {found}")
-            return EventText("debug", _because(event, f"machine {event.host} is fit to train"))
+                return EventText("error", f"machine {event.host} failed its health check: {found}")
+            return EventText("debug", _because(event, f"machine {event.host} passed its health check"))
         case RecordsForgotten():
-            return EventText("debug", _because(event, "records forgotten"))
+            return EventText("debug", _because(event, "records removed"))
         case ValueSwapped() | ValueRefreshed() | ValueDropped():
             return EventText("debug", _because(event, f"value {event.key}"))
         case CountersRestored():
-            return EventText("debug", _because(event, f"counters at generation {event.generation}"))
+            return EventText("debug", _because(event, f"counters restored at generation {event.generation}"))
         case VersionsReserved():
             return EventText("debug", _because(event, f"versions up to {event.last:,} reserved"))
     assert_never(event)
@@ -158,7 +158,7 @@ def describe(event: Event | Change) -> EventText:
 def _incident(event: IncidentReported) -> str:
     if event.subject != "run":
         return f"{event.job_id}: {event.what}"
-    decided = {"stop": "; the run stops", "restart": "; it is restarted"}.get(event.decision, "")
+    decided = {"stop": "; stopping", "restart": "; restarting"}.get(event.decision, "")
     because = f": {event.reason}" if decided and event.reason else ""
     return f"{event.job_id}: {event.what} ({event.failure_class}){decided}{because}"
 

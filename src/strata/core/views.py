@@ -1,4 +1,4 @@
-"""What the API shows, as plain values computed from the state.
+"""What the API returns, as plain values computed from the state.
 
 These dataclasses are the JSON of `/api/*` field by field, and the OpenAPI document is generated from them.
 Times are Unix seconds. Pure: nothing here reads a clock or changes anything.
@@ -56,7 +56,7 @@ class WorkerView:
     rank: int | None
     incarnation: int
     connected: bool
-    """Whether its session stream is open; workers that make only unary calls have none."""
+    """Whether its session stream is open; workers that only make unary calls have none."""
     joined_at: float
     memory_bytes: int
     slow: bool
@@ -64,7 +64,7 @@ class WorkerView:
     reason: str
     metadata: dict[str, str]
     run_id: str
-    """Of the run it trains; empty for one that has no identity."""
+    """Of the run it trains; empty for a run without an identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class DatasetView:
     registered_at: float
     metadata: dict[str, str]
     readers: list[str]
-    """Jobs that are known to read it: not all that may."""
+    """Jobs known to read it; others may too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +92,10 @@ class ShardView:
     done: int
     """Samples committed by a checkpoint."""
     reported: int
-    """Samples its reader says it has read, committed or not."""
+    """Samples its reader has reported as read, committed or not."""
     worker_id: str | None
     moved: bool
-    """Whether the last change of the plan gave it to its present owner."""
+    """Whether the latest plan assigned it to its current owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +109,15 @@ class ShardPlanView:
     total_samples: int
     shard_count: int
     by_shard: bool
-    """Whether workers read the shards that the plan gives them; otherwise all ranks read by position, and who holds which
-    shard is only what would be."""
+    """Whether workers read the shards the plan assigns to them; otherwise all ranks read by position, and the assignment is
+    hypothetical."""
     shards: list[ShardView]
-    """Those that were asked for, in order."""
+    """The requested shards, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditView:
-    """The committed history of one epoch, added up."""
+    """Totals over the committed history of one epoch."""
 
     job_id: str
     dataset_id: str
@@ -150,9 +150,9 @@ class CheckpointView:
     reason: str
     metadata: dict[str, str]
     run_id: str
-    """Of the run it belongs to; empty for one that has no identity."""
+    """Of the run it belongs to; empty for a run without an identity."""
     generation: int
-    """Of that run, when it was saved."""
+    """Generation of that run when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +184,13 @@ class RecoveryView:
     world_after: int
     reason: str
     survived: int = 0
-    """How many worker processes were there before and after; 0 where all are new, or nobody has said."""
+    """Worker processes that were there before and after; 0 where all are new, or nothing was reported."""
     lost: list[str] = field(default_factory=list)
     """Ids of the workers whose processes were lost."""
     joined: list[str] = field(default_factory=list)
-    """Where some survived: ids of the workers whose processes are new. Those that were lost are replaced; all others survived."""
+    """Where some survived: ids of the workers with new processes. Those that are also in `lost` were replaced; all others survived."""
     cause: str = ""
-    """Why the set of ranks changed, where that is known."""
+    """Why the set of ranks changed, where known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ class StorageView:
     """Changes are refused until there is space."""
     free_bytes: int
     needed_bytes: int
-    """With less than this free, it counts as full."""
+    """With less than this free it counts as full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,27 +235,27 @@ class StatusView:
     version: str
     leader: bool
     generation: int
-    """The newest of all jobs, as the coordinator counts them."""
+    """The newest over all jobs, as the coordinator counts."""
     started_at: float
     server_time: float
     jobs: dict[str, int]
     """The generation of every job: how often its members have changed."""
     storage: StorageView | None = None
     role: Literal["leader", "standby"] = "leader"
-    """Of several coordinators one leads, and the others follow it."""
+    """Of several coordinators one leads and the others follow."""
     led_by: str = ""
-    """Where workers reach the leader; empty where nobody leads at the moment."""
+    """Where workers reach the leader; empty while there is none."""
     position: int = 0
-    """How far the shared journal is applied here, in records; 0 where a coordinator is alone."""
+    """Records of the shared journal applied here; 0 for a single coordinator."""
     behind: int = 0
-    """How many records more a standby knows to exist."""
+    """Records that a standby knows of and has not applied."""
     others: list[str] = field(default_factory=list)
-    """Where workers reach the other coordinators of the same journal: those that were not stopped."""
+    """Where workers reach the other running coordinators of the same journal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """What a job has last reported, also when nobody is in it any more."""
+    """The last report of a job, kept after its workers have left."""
 
     id: str
     at: float
@@ -336,8 +336,8 @@ def assigned_shards(cluster: Cluster) -> dict[str, int]:
 
 
 def _is_by_shard(cluster: Cluster, key: PlanKey) -> bool:
-    """Whether workers read the shards that the plan gives them. The ranks of a run read by position, all together, unless they have
-    asked for shards; so does whoever has trained without asking."""
+    """Whether workers read the shards the plan assigns to them. The ranks of a run read by position, all together, unless they have
+    requested shards; so does a job that has trained without requesting any."""
     job, dataset_id, _ = key
     if (job, dataset_id) in cluster.datasets.read_by_shard:
         return True
@@ -369,7 +369,7 @@ def dataset(cluster: Cluster, spec: DatasetSpec) -> DatasetView:
 
 
 def _readers(cluster: Cluster, spec: DatasetSpec) -> list[JobId]:
-    """Those that have a plan and read it, the one that got its plan last at the end."""
+    """Jobs that have a plan and read it, the newest plan last."""
     jobs = dict.fromkeys(
         job for job, dataset_id, _ in cluster.datasets.plans if dataset_id == spec.dataset_id
     )
@@ -377,7 +377,7 @@ def _readers(cluster: Cluster, spec: DatasetSpec) -> list[JobId]:
 
 
 def reads(cluster: Cluster, job: JobId, dataset_id: DatasetId) -> bool:
-    """A job reads what it has read already, what is its own, and what its task was given."""
+    """A job reads what it has read before, its own datasets, and the dataset of its task."""
     task = cluster.tasks.tasks.get(TaskId(job))
     is_given = task is not None and task.spec.dataset_id == dataset_id
     return is_given or cluster.datasets.is_read_by(job, dataset_id)
@@ -387,7 +387,7 @@ def shard_plan(cluster: Cluster, key: PlanKey, *, offset: int = 0, limit: int | 
     """The plan, with its shards from `offset` on, at most `limit` of them."""
     datasets = cluster.datasets
     spec, entry, done = datasets.specs[key[1]], datasets.plans[key], datasets.done(key)
-    names = (*entry.plan.workers, *entry.plan.former, None)  # index -1 is nobody
+    names = (*entry.plan.workers, *entry.plan.former, None)  # index -1: unassigned
     reported = datasets.reported.get(key, {})
     moved = {shard for ids in entry.moved.values() for shard in ids}
     shown = entry.plan.owners[offset:] if limit is None else entry.plan.owners[offset : offset + limit]
@@ -443,7 +443,7 @@ def checkpoint(record: CheckpointRecord) -> CheckpointView:
 
 
 def objects(cluster: Cluster) -> dict[str, int]:
-    """How many the state has of each kind: what retention bounds."""
+    """Objects in the state by kind: what retention bounds."""
     return {
         "workers": len(cluster.membership.members),
         "jobs": len(cluster.membership.job_generations),
@@ -461,13 +461,13 @@ def objects(cluster: Cluster) -> dict[str, int]:
 
 
 SNAPSHOT_STEP, PEER_STEP = "snapshot_step", "peer_step"
-"""What workers report: the newest step that is in their machine's memory, and the newest that a peer has of it."""
+"""Reported by workers: the newest step in their machine's memory, and the newest that a peer holds."""
 
 
 def safety(
     cluster: Cluster, job: JobId, *, step: int | None, now_s: float, verified: Mapping[str, bool]
 ) -> Safety:
-    """Where the checkpoints of a job's newest run lie, as its workers have reported. `verified` is what a verification has found."""
+    """Where the checkpoints of a job's newest run are stored, as reported by its workers. `verified` holds verification results."""
     records = [
         r
         for r in cluster.checkpoints.records.values()
@@ -480,7 +480,7 @@ def safety(
     newest = max(records, key=lambda r: r.ended_at_s or r.created_at_s, default=None)
     in_memory = _copies_in_memory(cluster, members, SNAPSHOT_STEP, "memory", now_s=now_s)
     in_memory += _copies_in_memory(cluster, members, PEER_STEP, "peer", now_s=now_s)
-    # What is in memory only is newer than what is stored, or is not worth a word.
+    # Copies in memory count only when they are newer than the newest stored checkpoint.
     copies += [copy for copy in in_memory if newest is None or copy.step > newest.step]
     reports = [cluster.membership.reports.get(m.spec.worker_id) for m in members]
     reached = [report.step for report in reports if report is not None]
@@ -495,7 +495,7 @@ def safety(
 def _stored_copies(
     cluster: Cluster, record: CheckpointRecord, verified: Mapping[str, bool]
 ) -> Iterator[Copy]:
-    """What a save left in each tier; less its image in memory, which later ones have overwritten."""
+    """The copies of a checkpoint in each tier, without its image in memory, which later ones have overwritten."""
     member = cluster.membership.members.get(record.worker_id)
     host = record.metadata.get("host") or (member.spec.hostname if member is not None else "")
     durable = [tier for tier in record.tiers if kind_of(tier) not in ("memory", "peer")]
@@ -507,7 +507,7 @@ def _stored_copies(
             step=record.step,
             saved_at=record.ended_at_s or record.created_at_s,
             kind=kind,
-            host=(host or f"the machine of {record.worker_id}") if kind == "disk" else "",
+            host=(host or f"host of {record.worker_id}") if kind == "disk" else "",
             where=record.path if is_first else tier,
             verified=verified.get(record.checkpoint_id) if is_first else None,
         )
@@ -516,8 +516,8 @@ def _stored_copies(
 def _copies_in_memory(
     cluster: Cluster, members: list[Member], name: str, kind: Literal["memory", "peer"], *, now_s: float
 ) -> list[Copy]:
-    """The newest snapshot that every machine which makes any has. Where the state is replicated each has all of it; else what each has
-    counts as a part."""
+    """The newest snapshot held by every machine that takes snapshots. Where the state is replicated each has all of it; otherwise each
+    holds one part."""
     steps: dict[str, int] = {}
     racks: dict[str, str] = {}
     for member in members:
@@ -547,8 +547,7 @@ def _copies_in_memory(
 def audits(
     cluster: Cluster, dataset_id: DatasetId, *, job: JobId | None, epoch: int | None
 ) -> list[AuditView]:
-    """One view per job and epoch that has trained the dataset, according to the checkpoints completed so far; none before the
-    first of them."""
+    """One view per job and epoch that has trained the dataset, from the checkpoints completed so far; none before the first."""
     by_job: dict[JobId, list[Commit]] = {}
     for record in cluster.checkpoints.records.values():
         if record.status == "completed" and record.data_json and job in (None, record.job_id):
@@ -573,7 +572,7 @@ def audits(
             ]
         found += [_audit(owner, report) for report in reports]
     if not found:
-        cluster.datasets.get(dataset_id)  # Nothing is known of a dataset that is not there.
+        cluster.datasets.get(dataset_id)  # Raises for an unknown dataset.
     return found
 
 
@@ -594,7 +593,7 @@ def _audit(job: JobId, report: AuditReport) -> AuditView:
 
 
 def barriers(cluster: Cluster, *, limit: int) -> Iterator[BarrierView]:
-    """Those that wait, then the ones that ended last."""
+    """Waiting barriers first, then the latest that ended."""
     for barrier in cluster.barriers.open.values():
         job, name, step = barrier.key
         yield BarrierView(
@@ -650,7 +649,7 @@ def recovery(record: RecoveryRecorded) -> RecoveryView:
 def find_plan(
     cluster: Cluster, dataset_id: DatasetId, *, job: JobId | None, epoch: int | None
 ) -> PlanKey | None:
-    """The plan that a question about a dataset means: of the job that reads it, and of its newest epoch."""
+    """The default plan of a dataset: of the job that reads it, and its newest epoch."""
     keys = [k for k in cluster.datasets.plans if k[1] == dataset_id]
     if job is not None:
         keys = [k for k in keys if k[0] == job]

@@ -1,4 +1,4 @@
-/** The tiers a checkpoint lies in, as rungs that fill from near to far. Each rung has its name: colour is never alone. */
+/** The tiers that store a checkpoint, from near to far. Each is labelled: colour is not the only cue. */
 
 import type { CheckpointStatus } from "../../api/types";
 import { rungOf } from "../../state/risk";
@@ -10,19 +10,19 @@ const RUNGS = [
 ] as const;
 
 export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
-  const held = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
+  const stored = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
   if (props.tiers.length === 0) {
     return <span className="text-sm text-faint">{props.status === "in_progress" ? "writing" : "–"}</span>;
   }
   return (
-    <span className="inline-flex items-center gap-1 max-sm:flex-wrap" aria-label={`In ${props.tiers.join(", ")}`} role="img">
+    <span className="inline-flex items-center gap-1 max-sm:flex-wrap" aria-label={`Tiers: ${props.tiers.join(", ")}`} role="img">
       {RUNGS.map(([rung, label]) => (
         <span
           key={rung}
-          title={held.get(rung) ?? `not in ${label.toLowerCase()}`}
-          className={`rounded-sm px-1.5 py-px text-xs font-medium ${held.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
+          title={stored.get(rung) ?? `not in ${label.toLowerCase()}`}
+          className={`rounded-sm px-1.5 py-px text-xs font-medium ${stored.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
         >
-          {held.has(rung) ? shortName(held.get(rung)!) : label}
+          {stored.has(rung) ? shortName(stored.get(rung)!) : label}
         </span>
       ))}
     </span>

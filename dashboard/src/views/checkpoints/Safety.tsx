@@ -1,4 +1,4 @@
-/** What would be lost if something failed now, and where the copies of a step are: as the coordinator computes it. Loaded when it is needed. */
+/** What would be lost if something failed now, and where the copies of a step are, as computed by the coordinator. Loaded on demand. */
 
 import { useQuery } from "@tanstack/react-query";
 
@@ -8,7 +8,7 @@ import { ErrorNote, Loading } from "../../components/states";
 import { Name } from "../../components/values";
 import { count } from "../../format";
 
-const AGAIN_MS = 2_000;
+const REFETCH_MS = 2_000;
 
 const SURVIVES = { process: "its process", machine: "a machine", rack: "a rack", site: "the site" } as const;
 const COPIES = { memory: "Memory", peer: "Peer's memory", disk: "Disk", "network disk": "Network disk", bucket: "Object storage" } as const;
@@ -17,27 +17,27 @@ export function useSafety(job: string, step?: number) {
   return useQuery({
     queryKey: ["safety", job, step ?? null],
     queryFn: ({ signal }) => get<Safety>(`/jobs/${encodeURIComponent(job)}/safety`, step === undefined ? {} : { step }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
   });
 }
 
-/** One line for each failure. */
+/** One line per failure domain. */
 export function RiskList(props: { job: string; name: string }) {
   const found = useSafety(props.job);
-  if (found.data === undefined) return <p className="text-sm text-muted">{found.isError ? "Not known: the coordinator does not say." : "…"}</p>;
+  if (found.data === undefined) return <p className="text-sm text-muted">{found.isError ? "Not available" : "…"}</p>;
   return (
     <ul aria-label={`Work at risk of ${props.name}`} className="mt-1 flex flex-col gap-0.5">
       {found.data.losses.map((each) => (
         <li key={each.domain} className="flex flex-wrap items-baseline justify-between gap-x-3">
           <span className="text-muted">{each.label}</span>
-          <span className={`ml-auto text-right ${each.steps === null ? "text-warn" : "font-medium"}`} title={each.from_step === null ? "It would start from the beginning" : `It would continue at step ${count(each.from_step)}`}>{each.text}</span>
+          <span className={`ml-auto text-right ${each.steps === null ? "text-warn" : "font-medium"}`} title={each.from_step === null ? "Restarts from step 0" : `Resumes at step ${count(each.from_step)}`}>{each.text}</span>
         </li>
       ))}
     </ul>
   );
 }
 
-/** Of one step: each copy, whether its bytes were verified, and what it survives. */
+/** The copies of one step, whether they are verified, and what they survive. */
 export function Where(props: { job: string; step: number }) {
   const found = useSafety(props.job, props.step);
   if (found.isError && found.data === undefined) return <ErrorNote error={found.error} onRetry={() => void found.refetch()} />;
@@ -47,20 +47,20 @@ export function Where(props: { job: string; step: number }) {
     <section aria-label="Copies" className="flex flex-col gap-2 border-t pt-4">
       <h3 className="font-medium">Copies</h3>
       {copies.length === 0 ? (
-        <p className="text-muted">No copy of step {count(props.step)} is known.</p>
+        <p className="text-muted">No known copies of step {count(props.step)}.</p>
       ) : (
         <ul className="flex flex-col gap-1">
           {copies.map((each) => (
             <li key={`${each.kind} ${each.host} ${each.where} ${each.part}`} className="flex flex-wrap items-baseline gap-x-2">
               <span className="font-medium">{COPIES[each.kind]}</span>
-              {each.host && <Name whole={each.host}>{each.host}</Name>}
-              <span className={`ml-auto text-sm ${each.verified === false ? "text-bad" : "text-muted"}`}>{each.verified === null ? "not verified" : each.verified ? "verified" : "damaged"}</span>
+              {each.host && <Name full={each.host}>{each.host}</Name>}
+              <span className={`ml-auto text-sm ${each.verified === false ? "text-bad" : "text-muted"}`}>{each.verified === null ? "not verified" : each.verified ? "verified" : "corrupted"}</span>
             </li>
           ))}
         </ul>
       )}
       <p className="text-muted">Survives the loss of: {safe_in.length === 0 ? "nothing" : safe_in.map((each) => SURVIVES[each]).join(", ")}.</p>
-      <p className="text-sm text-muted">If it happened now: {losses.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}.</p>
+      <p className="text-sm text-muted">Lost if it happened now: {losses.map((each) => `${each.label.toLowerCase()}: ${each.text}`).join("; ")}.</p>
     </section>
   );
 }

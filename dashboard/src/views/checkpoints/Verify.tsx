@@ -1,4 +1,4 @@
-/** Reads every byte of a checkpoint and compares checksums. A long verification is waited for. */
+/** Verifies the checksums of a checkpoint; polls until a long verification is done. */
 
 import { useMutation } from "@tanstack/react-query";
 import { ShieldCheck, ShieldX } from "lucide-react";
@@ -9,15 +9,15 @@ import { Button } from "../../components/controls";
 import { ErrorNote } from "../../components/states";
 import { bytes, plural } from "../../format";
 
-const AGAIN_MS = 1_000;
-const PATIENCE_MS = 30 * 60_000;
+const REFETCH_MS = 1_000;
+const TIMEOUT_MS = 30 * 60_000;
 
 async function verify(id: string): Promise<Verification> {
-  const until = Date.now() + PATIENCE_MS;
+  const until = Date.now() + TIMEOUT_MS;
   for (;;) {
     const found = await post<Verification>(`/checkpoints/${encodeURIComponent(id)}/verify`);
     if (found.status !== "verifying" || Date.now() > until) return found;
-    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    await new Promise((resolve) => setTimeout(resolve, REFETCH_MS));
   }
 }
 

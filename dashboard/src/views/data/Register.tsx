@@ -1,4 +1,4 @@
-/** Register a dataset. Its files are counted unless the number of samples is given. */
+/** Register a dataset. Its samples are counted unless the number is given. */
 
 import { useMutation } from "@tanstack/react-query";
 import { useState } from "react";
@@ -77,7 +77,7 @@ export function Register(props: { open: boolean; onClose: () => void; onDone: (d
               </Select>
             )}
           </Field>
-          <Field label="Samples" hint="Leave empty to count the files" error={wrong("total_samples")}>
+          <Field label="Samples" hint="Leave empty to count them" error={wrong("total_samples")}>
             {(ids) => <Input {...ids} type="number" min={1} step={1} value={form.samples} onChange={(event) => set({ samples: event.target.value })} />}
           </Field>
           <Field label="Samples per shard" error={wrong("shard_size")}>

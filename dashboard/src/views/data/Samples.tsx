@@ -1,11 +1,11 @@
-/** Real samples of a dataset, field by field. Everything is shown as text; pictures only as pictures. */
+/** Samples of a dataset, field by field: text, and images as images. */
 
 import type { ReactNode } from "react";
 
 import type { Preview } from "../../api/types";
 import { bytes, count, plural } from "../../format";
 
-/** One field of a sample, as far as it can be shown; what else it has depends on its kind. */
+/** One field of a sample; the optional parts depend on its kind. */
 interface SampleField {
   kind: "null" | "boolean" | "number" | "text" | "bytes" | "image" | "array" | "object" | "list" | "note";
   role?: "key" | "label" | "feature";
@@ -83,7 +83,7 @@ function Picture(props: { field: SampleField }) {
   return <img src={source} alt={`${field.format ?? ""} image`} className="max-h-40 min-h-16 max-w-full rounded-sm border bg-raised object-contain [image-rendering:pixelated]" />;
 }
 
-/** Tokens and feature vectors: numbers in a row. Anything else in a list is shown one under the other. */
+/** Tokens and feature vectors in a row; other lists one item per line. */
 function Numbers(props: { field: SampleField; values: unknown[] }) {
   const { field, values } = props;
   if (values.some((value) => value !== null && typeof value === "object")) {
@@ -114,5 +114,5 @@ function Inner(props: { value: Record<string, SampleField> }) {
 }
 
 function Cut(props: { field: SampleField }) {
-  return <span className="text-muted">{plural(props.field.length ?? 0, "entry", "entries")}, too deep to show</span>;
+  return <span className="text-muted">{plural(props.field.length ?? 0, "entry", "entries")}, nested too deeply to show</span>;
 }

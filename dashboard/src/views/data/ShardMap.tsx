@@ -1,4 +1,4 @@
-/** Who reads which part of a dataset, how far they are, and what the latest plan reassigned. */
+/** Shard assignment by worker, progress, and what the latest plan reassigned. */
 
 import { Link } from "@tanstack/react-router";
 import { useVirtualizer } from "@tanstack/react-virtual";
@@ -26,7 +26,7 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
     <div className="flex flex-col gap-4">
       <Progress position={position} />
       {!plan.by_shard && (
-        <p className="rounded-md bg-raised px-3 py-2 text-muted">All ranks of <RunLink id={plan.job_id} /> read this dataset together, in one shared order: no shard belongs to a worker.</p>
+        <p className="rounded-md bg-raised px-3 py-2 text-muted">All ranks of <RunLink id={plan.job_id} /> read this dataset in one shared order; shards are not assigned to workers.</p>
       )}
       {plan.by_shard && <p className="text-muted">
         Plan {count(plan.version)} of <RunLink id={plan.job_id} />, epoch {count(plan.epoch)}: <span className="foreign text-ink">{plan.reason}</span>.{" "}
@@ -42,7 +42,7 @@ export function ShardMap(props: { plan: ShardPlan; proofs: readonly Audit[] }) {
 function Progress(props: { position: Position }) {
   const { epoch, done, total, proof, past } = props.position;
   const share = total > 0 ? Math.min(100, (done / total) * 100) : null;
-  // Sources of a mixture repeat: more may be drawn than there are.
+  // Sources of a mixture repeat: more samples may be drawn than they hold.
   const passes = total > 0 && done > total ? done / total : null;
   return (
     <div className="flex flex-col gap-2">
@@ -50,9 +50,9 @@ function Progress(props: { position: Position }) {
         {passes === null ? (
           <p><span className="text-lg font-semibold">{percent(share, 1)}</span> <span className="text-muted">of epoch {count(epoch)} trained and checkpointed</span></p>
         ) : (
-          <p><span className="text-lg font-semibold">{number(passes, 3)} ×</span> <span className="text-muted">as many samples trained and checkpointed as its sources hold</span></p>
+          <p><span className="text-lg font-semibold">{number(passes, 3)} passes</span> <span className="text-muted">over its sources trained and checkpointed</span></p>
         )}
-        <p className="text-muted">{passes === null ? `${count(done)} of ${count(total)} samples` : `${count(done)} drawn, of ${count(total)} samples`}</p>
+        <p className="text-muted">{passes === null ? `${count(done)} of ${count(total)} samples` : `${count(done)} drawn from ${count(total)} samples`}</p>
       </div>
       <Meter label={`Progress of epoch ${epoch}`} value={share} />
       {proof && (
@@ -60,7 +60,7 @@ function Progress(props: { position: Position }) {
           {isExact(proof)
             ? `Verified by ${plural(proof.commits, "checkpoint")}: 0 samples lost, 0 repeated.`
             : `${count(proof.lost)} samples lost, ${count(proof.repeated)} repeated.`}
-          {past.length > 0 && past.every(isExact) && ` So ${past.length === 1 ? "is the previous epoch" : `are the previous ${count(past.length)} epochs`}.`}
+          {past.length > 0 && past.every(isExact) && ` Same for the previous ${past.length === 1 ? "epoch" : `${count(past.length)} epochs`}.`}
         </p>
       )}
       {past.filter((each) => !isExact(each)).map((each) => (
@@ -85,7 +85,7 @@ function Legend(props: { byShard: boolean; trained: boolean; read: boolean }) {
   );
 }
 
-/** Without `trained` it is not known how far each shard is, and only who is assigned what is shown. */
+/** Without `trained` the progress of each shard is unknown, and only the assignment is shown. */
 function Rows(props: { rows: readonly Row[]; job: string; total: number; trained: boolean }) {
   const { rows, job, total, trained } = props;
   const scroller = useRef<HTMLDivElement>(null);
@@ -116,14 +116,14 @@ function Reader(props: { id: string; job: string }) {
   return <Link to="/workers" search={{ worker: props.id }} title={props.id} className="foreign min-w-0 truncate text-accent hover:underline">{cut(shortName(props.id, props.job), NAME_LETTERS)}</Link>;
 }
 
-/** One bar for all: which parts of the dataset are trained, whoever read them. */
+/** One bar for all workers: which parts of the dataset are trained. */
 function Together(props: { rows: readonly Row[]; total: number; trained: boolean }) {
   const ranges = props.rows.flatMap((row) => row.ranges).map((range) => ({ ...range, moved: false })).sort((a, b) => a.start - b.start);
   const [first] = props.rows;
   return first ? <div aria-label="Trained samples" role="group" className="rounded-md border p-3"><Bar row={{ ...first, workerId: null, ranges }} total={props.total} trained={props.trained} /></div> : null;
 }
 
-/** Samples from left to right. Widths are per mille of the dataset; a shard is never thinner than can be seen. */
+/** Samples from left to right. Widths are per mille of the dataset, with a visible minimum. */
 const Bar = memo(function Bar(props: { row: Row; total: number; trained: boolean }) {
   const { row, total } = props;
   const scale = 1000 / Math.max(1, total);

@@ -18,7 +18,7 @@ describe("shard map", () => {
     expect(rows[0]!.ranges.map((range) => [range.firstShard, range.lastShard])).toEqual([[0, 1], [3, 3]]);
   });
 
-  it("keeps what moved apart from what stayed", () => {
+  it("separates reassigned shards from the others", () => {
     const one = plan([shard(0, "a"), shard(1, "a", { moved: true, done: 4 }), shard(2, "a", { moved: true, done: 6 })]);
     expect(rowsOf(one)[0]!.ranges.map((range) => [range.moved, range.done])).toEqual([[false, 0], [true, 10]]);
     expect(movedIn(one)).toBe(2);
@@ -34,12 +34,12 @@ describe("shard map", () => {
   });
 });
 
-describe("how far a run is", () => {
+describe("progress of a run", () => {
   const audit = (epoch: number, samples: number): Audit =>
     ({ job_id: "j", dataset_id: "d", epoch, exact: samples === 30, total: 30, samples, lost: 0, repeated: 0, remaining: 30 - samples, commits: 1, reason: "" });
   const first = { ...plan([shard(0, "a"), shard(1, "a"), shard(2, "b")]), samples_done: 20 };
 
-  it("is what the plan says of its epoch, with what the checkpoints prove of it and of those before", () => {
+  it("comes from the plan, with the audits of its epoch and of earlier ones", () => {
     expect(positionOf(first, [])).toMatchObject({ epoch: 0, done: 20, total: 30, proof: undefined, past: [], isPlans: true });
     const third = { ...first, epoch: 2, samples_done: 5 };
     const now = positionOf(third, [audit(0, 30), audit(1, 30), audit(2, 4), audit(3, 1)]);
@@ -47,12 +47,12 @@ describe("how far a run is", () => {
     expect(now.past.map((each) => each.epoch)).toEqual([0, 1]);
   });
 
-  it("is what the checkpoints say alone where they count other samples than the plan", () => {
+  it("comes from the checkpoints where they count other samples than the plan", () => {
     const other = { ...audit(0, 7), total: 14 };
     expect(positionOf(first, [other])).toMatchObject({ epoch: 0, done: 7, total: 14, proof: other, isPlans: false });
   });
 
-  it("is put beside what the sources hold where a mixture of them has no end", () => {
+  it("is relative to the size of the sources for an endless mixture", () => {
     const endless = { ...audit(0, 75), total: Number.MAX_SAFE_INTEGER };
     expect(positionOf(first, [endless])).toMatchObject({ done: 75, total: 30 });
   });

@@ -1,4 +1,4 @@
-/** A shard plan as rows of ranges: one row for each reader, neighbouring shards joined. Pure. */
+/** A shard plan as rows of ranges: one row per worker, neighbouring shards joined. Pure. */
 
 import type { Audit, Shard, ShardPlan } from "../../api/types";
 
@@ -15,7 +15,7 @@ export interface Range {
 }
 
 export interface Row {
-  /** null: nobody reads these. */
+  /** Null: unassigned. */
   workerId: string | null;
   shards: number;
   moved: number;
@@ -57,23 +57,23 @@ export function movedIn(plan: ShardPlan): number {
   return plan.shards.reduce((sum, shard) => sum + (shard.moved ? 1 : 0), 0);
 }
 
-/** How far a run is in the plan's epoch. */
+/** Progress of a run in the plan's epoch. */
 export interface Position {
   epoch: number;
   done: number;
   total: number;
-  /** What checkpoints verify about that epoch. */
+  /** Audit of that epoch by its checkpoints. */
   proof: Audit | undefined;
   /** The epochs before it. */
   past: readonly Audit[];
-  /** Whether the plan's shards are counted in the samples that checkpoints count. */
+  /** Whether the plan and the checkpoints count the same samples. */
   isPlans: boolean;
 }
 
 export function positionOf(plan: ShardPlan, proofs: readonly Audit[]): Position {
   const proof = proofs.find((each) => each.epoch === plan.epoch);
   const isPlans = proof === undefined || proof.total === plan.total_samples;
-  // A mixture whose sources repeat has no end: what it has drawn is put beside what they hold.
+  // A mixture whose sources repeat is endless: samples drawn are compared with the size of the sources.
   const isEndless = proof !== undefined && proof.total >= Number.MAX_SAFE_INTEGER;
   return {
     epoch: plan.epoch,

@@ -1,4 +1,4 @@
-/** Log lines as a file: one JSON object a line, oldest first, as many as the coordinator still has of those wanted. */
+/** Exports the matching log lines that the coordinator still has as JSON lines, oldest first. */
 
 import { get } from "../../api/client";
 import type { LogEntry } from "../../api/types";

@@ -9,12 +9,12 @@ function line(number: number, change: Partial<LogEntry> = {}): LogEntry {
 }
 
 describe("log lines", () => {
-  it("takes only known levels from the URL", () => {
+  it("accepts only known levels from the URL", () => {
     expect(filterOf({ level: "warn", q: "x", task: "", worker: "w" })).toEqual({ level: "warn", task: undefined, worker: "w", text: "x" });
     expect(filterOf({ level: "<script>" }).level).toBeUndefined();
   });
 
-  it("wants a level and everything worse", () => {
+  it("matches a level and everything above it", () => {
     expect(matches(line(1, { level: "error" }), { level: "warn" })).toBe(true);
     expect(matches(line(1, { level: "info" }), { level: "warn" })).toBe(false);
     expect(matches(line(1, { message: "Loss is NaN" }), { text: "loss IS" })).toBe(true);
@@ -35,7 +35,7 @@ describe("log lines", () => {
     expect(all.at(-1)?.timestamp).toBe(LINES_SHOWN + 4);
   });
 
-  it("marks matches and loses no text", () => {
+  it("highlights matches and loses no text", () => {
     const parts = splitMatches("Loss and loss, lossless", "loss");
     expect(parts.map((part) => part.text).join("")).toBe("Loss and loss, lossless");
     expect(parts.filter((part) => part.hit)).toHaveLength(3);

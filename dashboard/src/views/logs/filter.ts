@@ -1,4 +1,4 @@
-/** Which log lines are wanted, and how what was fetched and what is streamed become one list. Pure. */
+/** Log filters, and merging of fetched and streamed lines. Pure. */
 
 import type { LogEntry } from "../../api/types";
 import type { Search } from "../../search";
@@ -11,7 +11,7 @@ export interface LogFilter {
 }
 
 export const LEVELS = ["debug", "info", "warn", "error"];
-/** More than this is not kept on the page; the coordinator has them. */
+/** Lines kept on the page; the coordinator has more. */
 export const LINES_SHOWN = 10_000;
 
 export function filterOf(search: Search): LogFilter {
@@ -32,8 +32,8 @@ export function matches(line: LogEntry, filter: LogFilter): boolean {
 }
 
 /**
- * Oldest first. `fetched` is newest first and filtered already; `live` is oldest first and has everything. Where the
- * stream has run on so far that there is a gap between the two, what was fetched is let go.
+ * Oldest first. `fetched` is newest first and already filtered; `live` is oldest first and unfiltered. If there is a gap
+ * between the two, `fetched` is dropped.
  */
 export function merged(fetched: readonly LogEntry[], live: readonly LogEntry[], filter: LogFilter): LogEntry[] {
   const newest = fetched[0]?.id ?? "";
@@ -45,12 +45,12 @@ export function merged(fetched: readonly LogEntry[], live: readonly LogEntry[], 
   return all.length > LINES_SHOWN ? all.slice(-LINES_SHOWN) : all;
 }
 
-/** A message cut where it matches, so that the matches can be marked. */
-export function splitMatches(message: string, words: string): { text: string; hit: boolean }[] {
+/** Splits a message at its matches, to highlight them. */
+export function splitMatches(message: string, query: string): { text: string; hit: boolean }[] {
   const parts: { text: string; hit: boolean }[] = [];
   const low = message.toLowerCase();
-  const wanted = words.toLowerCase();
-  // Lower case may be longer than the original (İ): then places do not agree, and nothing is marked.
+  const wanted = query.toLowerCase();
+  // Lower case may be longer than the original (İ): then offsets differ, and nothing is highlighted.
   if (!wanted || low.length !== message.length) return [{ text: message, hit: false }];
   let from = 0;
   for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {

@@ -1,4 +1,4 @@
-/** Before anything has run here: what to type, for this address, and a sample in one click. */
+/** Before the first run: commands for this address, and a sample run. */
 
 import { useMutation } from "@tanstack/react-query";
 import { Link, useNavigate } from "@tanstack/react-router";
@@ -10,7 +10,7 @@ import { Copyable } from "../../components/Copy";
 import { Button } from "../../components/controls";
 import { ErrorNote } from "../../components/states";
 
-/** Small enough for any laptop, and long enough to watch. */
+/** Small enough for a laptop, long enough to watch. */
 const SAMPLE = {
   name: "sample",
   type: "training",
@@ -30,8 +30,8 @@ export function FirstRun({ address }: { address: string }) {
         <div className="flex flex-col gap-3">
           <p className="text-muted">Trains a small model on this machine with two workers, for a few minutes. Kill one of them and watch it recover.</p>
           <div className="flex flex-wrap gap-2">
-            <Button look="primary" needs="operator" disabled={work.isPending} onClick={() => work.mutate()}><Play aria-hidden className="size-4" />{work.isPending ? "Starting …" : "Run the sample"}</Button>
-            <Link to="/runs" search={{ start: "1" }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Choose a recipe</Link>
+            <Button look="primary" needs="operator" disabled={work.isPending} onClick={() => work.mutate()}><Play aria-hidden className="size-4" />{work.isPending ? "Starting …" : "Run sample"}</Button>
+            <Link to="/runs" search={{ start: "1" }} className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Choose recipe</Link>
           </div>
           {work.isError && <ErrorNote error={work.error} onRetry={() => work.mutate()} />}
         </div>
@@ -40,7 +40,7 @@ export function FirstRun({ address }: { address: string }) {
         <div className="flex flex-col gap-4">
           <Copyable label="On one machine" text={`COORDINATOR_ADDR=${address} strata torchrun --nproc-per-node=2 train.py`} />
           <Copyable label="On each of several machines" text={`COORDINATOR_ADDR=${address} strata torchrun --nnodes=1:4 --nproc-per-node=8 --rdzv-endpoint=${address} train.py`} />
-          <Copyable label="When a run has failed" text="strata why RUN" />
+          <Copyable label="After a failure" text="strata why RUN" />
         </div>
       </Card>
     </div>

@@ -1,4 +1,4 @@
-/** A run that trains, by what people ask first: loss, how far and how long, how well used, how fast, what would be lost. */
+/** Key numbers of a run: loss, progress and ETA, goodput, throughput, work at risk. */
 
 import { Link } from "@tanstack/react-router";
 import { lazy, Suspense, type ReactNode } from "react";
@@ -14,7 +14,7 @@ import { throughputOf } from "../../state/series";
 import { useStore } from "../../state/store";
 import { useRunHistory } from "../runs/history";
 
-/** The first page is small: what draws curves comes after it. */
+/** Loaded lazily to keep the first page small. */
 const Chart = lazy(() => import("../../components/Chart").then((module) => ({ default: module.Chart })));
 
 const RiskList = lazy(() => import("../checkpoints/Safety").then((module) => ({ default: module.RiskList })));
@@ -44,7 +44,7 @@ export function RunHero({ run, now, alone }: { run: Run; now: number; alone: boo
         <Value label="Loss" value={number(run.loss, 4)}><Sparkline label={`Loss of ${run.name} over time`} values={loss} /></Value>
         <Value label="Step" value={count(run.step)} unit={goal === null ? "" : `of ${count(goal)}`}>
           {goal !== null && <Meter label={`Progress of ${run.name}`} value={run.step} max={goal} />}
-          <p className="text-sm text-muted">{eta === null ? (goal === null ? "no end known" : "ETA not known yet") : `${duration(Math.round(eta))} left`}</p>
+          <p className="text-sm text-muted">{eta === null ? (goal === null ? "total steps unknown" : "ETA unknown") : `${duration(Math.round(eta))} left`}</p>
         </Value>
         <Value label="Goodput" value={run.goodput === null ? "–" : percent(100 * run.goodput, 1)}>{run.goodput !== null && <Meter label={`Goodput of ${run.name}`} value={100 * run.goodput} tone={run.goodput > 0.8 ? "good" : "warn"} />}</Value>
         <Value label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit}><Sparkline label={`Throughput of ${run.name} over time`} values={speed} color="busy" /></Value>
@@ -71,14 +71,14 @@ function Value(props: { label: string; value: string; unit?: string; children?: 
   );
 }
 
-/** What would be lost now, by what fails. */
+/** What would be lost now, by failure domain. */
 function RiskLines({ run, now }: { run: Run; now: number }) {
   const { safe, since } = run.risk;
   return (
     <>
       <dt className="text-sm text-muted">Work at risk</dt>
       {since === null ? (
-        <dd className="text-muted">None: nothing trains.</dd>
+        <dd className="text-muted">None: not training</dd>
       ) : (
         <dd>
           <Suspense fallback={<p className="text-sm text-muted">…</p>}><RiskList job={run.id} name={run.name} /></Suspense>

@@ -1,4 +1,4 @@
-/** Several runs over each other: their curves, what they ended with, and where their configurations differ. All of it is in the address. */
+/** Comparison of runs: overlaid curves, final values, configuration differences. Everything is in the URL. */
 
 import { useQueries } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -34,7 +34,7 @@ export function ComparePage() {
   return (
     <Page title="Compare runs" actions={<><Link to="/runs" className="inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">All runs</Link><span className="inline-flex items-center text-sm text-muted">Link <CopyButton text={location.href} label="link to this comparison" /></span></>}>
       {ids.length === 0 ? (
-        <Empty icon={GitCompareArrows} title="No runs chosen" action={<Adder ids={ids} known={known} onAdd={(id) => change([...ids, id])} />}>Choose runs here, or mark them in the list of runs.</Empty>
+        <Empty icon={GitCompareArrows} title="No runs selected" action={<Adder ids={ids} known={known} onAdd={(id) => change([...ids, id])} />}>Select runs here or in the run list.</Empty>
       ) : (
         <Comparison ids={ids} known={known} onChange={change} />
       )}
@@ -67,7 +67,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
   const names = useMemo(() => comparable(summaries.data), [summaries.data]);
   const ordered = useMemo(() => orderedNames(names, summaries.data), [names, summaries.data]);
   const chosen = idsInOrder(filters["m"]);
-  const panels = matching(chosen.length > 0 ? chosen : ordered, settings.words).slice(0, PANELS_SHOWN);
+  const panels = matching(chosen.length > 0 ? chosen : ordered, settings.query).slice(0, PANELS_SHOWN);
   const lastStep = Math.max(0, ...summaries.data.flatMap((one) => one?.metrics.map((m) => m.last_step) ?? []));
   const configs = ids.map((id, i) => configOf(infos.data[i], tasks.find((t) => t.id === id) ?? null));
   return (
@@ -77,7 +77,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
           <li key={run.id} className="inline-flex h-8 max-w-full items-center gap-2 rounded-md border bg-surface pl-3">
             <Swatch color={run.color} dash={run.dash} />
             <Link to="/runs/$job" params={{ job: run.id }} className="foreign min-w-0 truncate font-medium hover:underline" title={run.id}>{run.label}</Link>
-            {summaries.data[i] === null && <span className="text-sm text-warn">has logged nothing</span>}
+            {summaries.data[i] === null && <span className="text-sm text-warn">no metrics logged</span>}
             <IconButton label={`Remove ${run.label}`} className="size-7" onClick={() => props.onChange(ids.filter((id) => id !== run.id))}><X aria-hidden className="size-3.5" /></IconButton>
           </li>
         ))}
@@ -86,7 +86,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
       {summaries.error !== null && <ErrorNote error={summaries.error} />}
       <Toolbar settings={settings} change={change} lastStep={lastStep}>
         <Select aria-label="Add a metric" className="w-40" value="" onChange={(event) => { if (event.target.value) set({ m: textOfNames([...new Set([...chosen, event.target.value])]) }); }}>
-          <option value="">{chosen.length > 0 ? `${plural(chosen.length, "metric")} chosen` : "All metrics"}</option>
+          <option value="">{chosen.length > 0 ? `${plural(chosen.length, "metric")} selected` : "All metrics"}</option>
           {ordered.map((name) => <option key={name} value={name}>{label(name)}</option>)}
         </Select>
         {chosen.length > 0 && <Button onClick={() => set({ m: undefined })}>Show all</Button>}
@@ -100,7 +100,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
           {panels.map((name, i) => <Panel key={name} name={name} runs={runs} settings={settings} change={change} eager={i < EAGER} />)}
         </div>
       )}
-      <FinalValues runs={runs} summaries={summaries.data} names={matching(ordered, settings.words)} />
+      <FinalValues runs={runs} summaries={summaries.data} names={matching(ordered, settings.query)} />
       <Configurations runs={runs} configs={configs} all={filters["config"] === "all"} onAll={(all) => set({ config: all ? "all" : undefined }, { replace: true })} />
     </>
   );
@@ -109,7 +109,7 @@ function Comparison(props: { ids: readonly string[]; known: readonly LoggedRun[]
 const idsInOrder = (text: string | undefined) => [...new Set((text ?? "").split(",").filter(Boolean).map(decodeURIComponent))];
 const textOfNames = (names: readonly string[]) => (names.length === 0 ? undefined : names.map(encodeURIComponent).join(","));
 
-/** What all runs have first, each group as people look at it. */
+/** Metrics common to all runs first, each group in the usual order. */
 function orderedNames(names: readonly string[], runs: readonly (RunMetrics | null | undefined)[]): string[] {
   const common = new Set(names.filter((name) => runs.every((run) => !run || run.metrics.some((m) => m.name === name))));
   return [...usualOrder(names.filter((n) => common.has(n))), ...usualOrder(names.filter((n) => !common.has(n)))];
@@ -119,7 +119,7 @@ function dataOf<T>(results: { data?: T | null | undefined; isPending: boolean; e
   return { data: results.map((one) => one.data), isPending: results.some((one) => one.isPending), error: results.find((one) => one.error)?.error ?? null };
 }
 
-/** Two tasks may have the same name: then their ids tell them apart. */
+/** Adds IDs to equal names. */
 function distinct(labels: readonly string[], ids: readonly string[]): string[] {
   return labels.map((label, i) => (labels.filter((other) => other === label).length > 1 ? `${label} (${ids[i] ?? ""})` : label));
 }
@@ -151,7 +151,7 @@ function FinalValues(props: { runs: readonly PanelRun[]; summaries: readonly (Ru
     saveBlob(`${fileName("final-values", ...props.runs.map((r) => r.label))}.csv`, new Blob([csvOf([["metric", "run", "step", "last", "min", "max"], ...table])], { type: "text/csv" }));
   };
   return (
-    <Card title="Final values" hint="last, and from least to greatest, of the committed history" actions={<Button onClick={save}>Export CSV</Button>} flush>
+    <Card title="Final values" hint="last, min to max; committed history" actions={<Button onClick={save}>Export CSV</Button>} flush>
       <Scrolling label="Final values">
         <Heads first="Metric" runs={props.runs} />
         <tbody>
@@ -160,7 +160,7 @@ function FinalValues(props: { runs: readonly PanelRun[]; summaries: readonly (Ru
               <th scope="row" className={`${CELL} foreign sticky left-0 bg-surface text-left font-normal`}>{label(row.name)}{isHistogram(row.name) && <span className="text-faint"> (median)</span>}</th>
               {row.values.map((value, i) => (
                 <td key={props.runs[i]?.id ?? i} className={`${CELL} text-right whitespace-nowrap`} title={value ? `at step ${count(value.step)}` : undefined}>
-                  {value === null ? <span className="text-faint">–</span> : <><span className="font-medium">{value.last === null ? "not finite" : valueText(row.name, value.last)}</span> <span className="text-sm text-faint">{valueText(row.name, value.min)} to {valueText(row.name, value.max)}</span></>}
+                  {value === null ? <span className="text-faint">–</span> : <><span className="font-medium">{value.last === null ? "NaN/Inf" : valueText(row.name, value.last)}</span> <span className="text-sm text-faint">{valueText(row.name, value.min)} to {valueText(row.name, value.max)}</span></>}
                 </td>
               ))}
             </tr>
@@ -183,8 +183,8 @@ function Configurations(props: { runs: readonly PanelRun[]; configs: readonly (r
       actions={rows.length > 0 && <label className="inline-flex items-center gap-1.5"><input type="checkbox" className="size-4 accent-accent" checked={!props.all} onChange={(event) => props.onAll(!event.target.checked)} />Differences only</label>}
       flush
     >
-      {unknown.length > 0 && <p className="px-4 pb-2 text-muted">Not known of {unknown.join(", ")}: give it to the job with <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
-      {rows.length > 0 && shown.length === 0 && <p className="px-4 pb-4 text-muted">All settings are the same.</p>}
+      {unknown.length > 0 && <p className="px-4 pb-2 text-muted">Unknown for {unknown.join(", ")}: pass it to <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
+      {rows.length > 0 && shown.length === 0 && <p className="px-4 pb-4 text-muted">No differences</p>}
       {shown.length > 0 && (
         <Scrolling label="Configuration">
           <Heads first="Setting" runs={props.runs} />

@@ -1,4 +1,4 @@
-/** How a run was started, what it was configured with, and what people have written about it. */
+/** Launch, configuration, tags and notes of a run. */
 
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { X } from "lucide-react";
@@ -16,13 +16,13 @@ import { count, plural } from "../../format";
 import { isHistogram, label } from "./histograms";
 import { valueText } from "./Panel";
 
-/** Names and values at any depth, the names joined with dots. */
+/** Nested values as dotted names and text. */
 export function flatten(value: unknown, path = ""): (readonly [string, string])[] {
   if (value !== null && typeof value === "object" && !Array.isArray(value)) return Object.entries(value).flatMap(([key, v]) => flatten(v, path ? `${path}.${key}` : key));
   return path === "" ? [] : [[path, typeof value === "string" ? value : JSON.stringify(value)]];
 }
 
-/** What a run was configured with, as far as it or its task says. */
+/** Configuration reported by the run, else that of its task. */
 export function configOf(info: RunInfo | null | undefined, task: Task | null): (readonly [string, string])[] {
   const own = flatten(info?.details?.config ?? {});
   return own.length > 0 ? own : flatten(task?.config ?? {});
@@ -35,12 +35,12 @@ export function Details(props: { id: string; info: RunInfo | null | undefined; t
   const options = flatten(details?.options ?? {});
   const labels = Object.entries(props.labels);
   const started: (readonly [string, ReactNode])[] = [
-    ["Run", <WithCopy key="run" text={info?.run ?? props.id} what="run id" />],
-    ...(task ? [["Task", <WithCopy key="task" text={task.id} what="task id" />] as const, ["Recipe", task.type] as const] : []),
+    ["Run", <WithCopy key="run" text={info?.run ?? props.id} what="run ID" />],
+    ...(task ? [["Task", <WithCopy key="task" text={task.id} what="task ID" />] as const, ["Recipe", task.type] as const] : []),
     ...(details?.commit ? [["Commit", <WithCopy key="commit" text={details.commit} shown={details.commit.slice(0, 12)} what="commit" />] as const] : []),
     ...(details?.branch ? [["Branch", details.branch] as const] : []),
     ...(details?.host ? [["First host", details.host] as const] : []),
-    ...(details?.folder ? [["Folder", details.folder] as const] : []),
+    ...(details?.folder ? [["Working directory", details.folder] as const] : []),
     ...(details?.world_size ? [["Workers", count(details.world_size)] as const] : []),
     ...Object.entries(details?.versions ?? {}).map(([name, version]) => [name, version] as const),
   ];
@@ -48,20 +48,20 @@ export function Details(props: { id: string; info: RunInfo | null | undefined; t
     <div className="grid items-start gap-4 xl:grid-cols-2">
       <div className="flex min-w-0 flex-col gap-4">
         {info && <Notes key={info.run} id={props.id} info={info} />}
-        <Card title="Started with" hint={details ? "latest start" : undefined}>
+        <Card title="Launch" hint={details ? "latest start" : undefined}>
           {details?.command && <Command text={details.command} />}
           <Facts items={started} />
-          {!details && <p className="mt-3 text-muted">No start of this run has reported its command. Runs report it with the first metrics they log.</p>}
-          {details && details.commit && <p className="mt-3 text-sm text-faint">The commit is what was checked out; changes that were not committed are not known.</p>}
+          {!details && <p className="mt-3 text-muted">No launch command reported. Runs report it with their first logged metrics.</p>}
+          {details && details.commit && <p className="mt-3 text-sm text-faint">Checked-out commit; uncommitted changes are not recorded.</p>}
         </Card>
         {metrics && metrics.starts.length > 0 && <Card title="Starts" hint={plural(metrics.starts.length, "start")} flush><Starts metrics={metrics} /></Card>}
       </div>
       <div className="flex min-w-0 flex-col gap-4">
         <Card title="Configuration" actions={config.length > 0 && <CopyButton text={config.map(([k, v]) => `${k}=${v}`).join("\n")} label="configuration" />}>
-          {config.length > 0 ? <Facts items={config} /> : labels.length > 0 ? <Facts items={labels} /> : <p className="text-muted">Not known. Give it to the job: <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
+          {config.length > 0 ? <Facts items={config} /> : labels.length > 0 ? <Facts items={labels} /> : <p className="text-muted">Unknown. Pass it to <code className="font-mono text-sm">strata.elastic(…, config=&#123;…&#125;)</code>.</p>}
         </Card>
-        {options.length > 0 && <Card title="Options of the job" hint="in effect"><Facts items={options} /></Card>}
-        {metrics && metrics.metrics.length > 0 && <Card title="Last values" hint="of the committed history" flush><Values metrics={metrics.metrics} /></Card>}
+        {options.length > 0 && <Card title="Job options" hint="in effect"><Facts items={options} /></Card>}
+        {metrics && metrics.metrics.length > 0 && <Card title="Last values" hint="committed history" flush><Values metrics={metrics.metrics} /></Card>}
       </div>
     </div>
   );
@@ -89,7 +89,7 @@ const HEAD = "px-4 py-2 text-sm font-medium text-muted";
 
 function Starts({ metrics }: { metrics: RunMetrics }) {
   return (
-    <div className="max-h-72 overflow-auto border-t" tabIndex={0} role="region" aria-label="Starts of the run">
+    <div className="max-h-72 overflow-auto border-t" tabIndex={0} role="region" aria-label="Starts">
       <table className="w-full">
         <thead><tr><th scope="col" className={`${HEAD} text-left`}>Generation</th><th scope="col" className={`${HEAD} text-left`}>Started</th><th scope="col" className={`${HEAD} text-right`}>Resumed at</th><th scope="col" className={`${HEAD} text-right`}>Abandoned after</th></tr></thead>
         <tbody>
@@ -115,8 +115,8 @@ function Values({ metrics }: { metrics: readonly MetricSummary[] }) {
         <tbody>
           {metrics.map((m) => (
             <tr key={m.name} className="border-t border-line/60">
-              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{label(m.name)}{isHistogram(m.name) && <span className="text-faint"> (median)</span>}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} not finite</span>}</th>
-              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "not finite" : valueText(m.name, m.last)}</td>
+              <th scope="row" className="foreign px-4 py-1.5 text-left font-normal [overflow-wrap:anywhere]">{label(m.name)}{isHistogram(m.name) && <span className="text-faint"> (median)</span>}{m.nonfinite > 0 && <span className="ml-2 text-sm text-warn">{count(m.nonfinite)} NaN/Inf</span>}</th>
+              <td className="px-4 py-1.5 text-right font-medium">{m.last === null ? "NaN/Inf" : valueText(m.name, m.last)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.min)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{valueText(m.name, m.max)}</td>
               <td className="px-4 py-1.5 text-right text-muted">{count(m.last_step)}</td>
@@ -158,14 +158,14 @@ function Notes(props: { id: string; info: RunInfo }) {
     },
   });
   const add = () => {
-    const made = tag.trim();
-    if (made && !info.tags.includes(made)) work.mutate({ tags: [...info.tags, made] });
+    const created = tag.trim();
+    if (created && !info.tags.includes(created)) work.mutate({ tags: [...info.tags, created] });
     setTag("");
   };
   return (
     <Card title="Notes">
       <div className="flex flex-col gap-3">
-        <Tags tags={info.tags} {...(refusal === undefined ? { onRemove: (gone) => work.mutate({ tags: info.tags.filter((t) => t !== gone) }) } : {})} />
+        <Tags tags={info.tags} {...(refusal === undefined ? { onRemove: (removed) => work.mutate({ tags: info.tags.filter((t) => t !== removed) }) } : {})} />
         <form className="flex gap-2" onSubmit={(event) => { event.preventDefault(); add(); }}>
           <Input aria-label="New tag" placeholder="Add a tag" maxLength={64} className="w-44" value={tag} disabled={refusal !== undefined} title={refusal} onChange={(event) => setTag(event.target.value)} />
           <Button needs="operator" type="submit" disabled={tag.trim() === "" || work.isPending}>Add tag</Button>
@@ -174,7 +174,7 @@ function Notes(props: { id: string; info: RunInfo }) {
           aria-label="Notes"
           rows={3}
           maxLength={16_384}
-          placeholder={refusal ?? "What this run was for, what came of it"}
+          placeholder={refusal ?? "Purpose and results of this run"}
           readOnly={refusal !== undefined}
           className="foreign min-h-20 w-full rounded-md border border-edge/60 bg-surface px-2.5 py-1.5 hover:border-edge focus:border-accent"
           value={notes ?? info.notes}

@@ -1,4 +1,4 @@
-/** Where the worker-seconds of a run went, as its workers measured them. */
+/** Worker time of a run by activity, as measured by its workers. */
 
 import type { Goodput } from "../../api/types";
 import { duration, percent } from "../../format";
@@ -15,7 +15,7 @@ export function GoodputBar({ goodput }: { goodput: Goodput }) {
     <div className="flex flex-col gap-3">
       <p className="flex items-baseline gap-2">
         <span className="text-2xl font-semibold tracking-tight">{goodput.goodput === null ? "–" : percent(100 * goodput.goodput, 1)}</span>
-        <span className="text-muted">training, of {duration(goodput.total_s)} worker time</span>
+        <span className="text-muted">of {duration(goodput.total_s)} worker time spent training</span>
       </p>
       <div role="img" aria-label={parts.map((p) => `${p.label} ${percent(share(p.seconds), 1)}`).join(", ")} className="flex h-4 gap-px overflow-hidden rounded bg-hover">
         {parts.map((p) => p.seconds > 0 && <div key={p.label} className={`${p.color} min-w-0.5`} style={{ width: `${share(p.seconds)}%` }} />)}

@@ -1,4 +1,4 @@
-/** Curves of one metric on a canvas: of one run or of several, with what was abandoned dimmed, failures and saves marked. */
+/** Curves of one metric on a canvas, for one run or several: abandoned branches dimmed, failures and checkpoints marked. */
 
 import { useEffect, useMemo, useRef } from "react";
 import uPlot from "uplot";
@@ -11,7 +11,7 @@ import { clock, compact, duration } from "../../format";
 import { aligned, type Axis, type Points, type Zoom } from "./curves";
 
 export interface PlotLine {
-  /** Tells lines apart when they change. */
+  /** Stable identity of the line. */
   key: string;
   /** A colour token. */
   color: string;
@@ -19,7 +19,7 @@ export interface PlotLine {
   points: Points;
   /** Drawn over the points, which are then dimmed; null: no smoothing. */
   smooth: (number | null)[] | null;
-  /** Of a branch that a rollback has abandoned. */
+  /** A branch abandoned by a rollback. */
   isAbandoned: boolean;
 }
 
@@ -38,14 +38,14 @@ export interface PlotProps {
   height: number;
   /** Plots with the same key share one cursor. */
   sync: string;
-  /** The steps of what was chosen, or null where it holds none. Every plot shows them at once; `range` is to follow. */
+  /** The steps in the selection, or null without any. Every plot shows them at once; `range` follows. */
   onZoom: (from: number, to: number) => Zoom | null;
-  /** Lines of some steps with more points than are drawn now, where such are there without asking for them. */
+  /** Lines with more points of these steps, where they are already loaded. */
   finer: (steps: Zoom) => readonly PlotLine[] | null;
   onReset: () => void;
-  /** Where the pointer is on the axis, and what is marked there. */
+  /** The pointer's x value, and the markers there. */
   onCursor: (x: number | null, marks: readonly PlotMark[]) => void;
-  /** For a picture of it. */
+  /** For the PNG export. */
   onCanvas: (canvas: HTMLCanvasElement | null) => void;
 }
 
@@ -55,8 +55,8 @@ const NEAR_PX = 5;
 const LEAST_PX = 6;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 
-/** Shows a range from the points that are there, past React: none of the panels is rendered before all of them are drawn. */
-const showers = new WeakMap<uPlot, (range: readonly [number, number], steps: Zoom) => void>();
+/** Show a range from loaded points, bypassing React: all plots are drawn before any panel renders. */
+const rangeSetters = new WeakMap<uPlot, (range: readonly [number, number], steps: Zoom) => void>();
 
 export default function MetricPlot(props: PlotProps) {
   const { lines, marks, axis, log, range, height } = props;
@@ -64,12 +64,12 @@ export default function MetricPlot(props: PlotProps) {
   const plot = useRef<uPlot | null>(null);
   const live = useRef(props);
   live.current = props;
-  // What is shown already while the page has not followed yet, and which range it is to leave.
-  const early = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
-  if (early.current && String(early.current.before) !== String(range)) early.current = null;
+  // The range already shown while `range` has not followed yet, and the range it replaces.
+  const pending = useRef<{ range: readonly [number, number]; before: PlotProps["range"] } | null>(null);
+  if (pending.current && String(pending.current.before) !== String(range)) pending.current = null;
   const theme = useThemeVersion();
 
-  // Each line has a band of what its points stand for, itself and, over it, what it is smoothed to.
+  // Each line has a min-max band, its values and, on top, its smoothed values.
   const columns = useMemo(() => lines.flatMap((line) => columnsOf(line)), [lines]);
   const data = useMemo(() => aligned(columns) as unknown as uPlot.AlignedData, [columns]);
   const shape = shapeOf(columns);
@@ -79,30 +79,30 @@ export default function MetricPlot(props: PlotProps) {
   useEffect(() => {
     const element = host.current;
     if (!element) return;
-    const made = new uPlot(optionsFor(latest.current.columns, live, () => early.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
-    plot.current = made;
-    showers.set(made, (chosen, steps) => {
-      early.current = { range: chosen, before: live.current.range };
+    const created = new uPlot(optionsFor(latest.current.columns, live, () => pending.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
+    plot.current = created;
+    rangeSetters.set(created, (chosen, steps) => {
+      pending.current = { range: chosen, before: live.current.range };
       const finer = live.current.finer(steps)?.flatMap(columnsOf);
-      // Of another shape it would be another plot.
-      if (finer && shapeOf(finer) === shape) made.setData(aligned(finer) as unknown as uPlot.AlignedData);
-      else made.setScale("x", { min: chosen[0], max: chosen[1] });
-      countPoints(element, made);
+      // Another shape would need another plot.
+      if (finer && shapeOf(finer) === shape) created.setData(aligned(finer) as unknown as uPlot.AlignedData);
+      else created.setScale("x", { min: chosen[0], max: chosen[1] });
+      countPoints(element, created);
     });
-    countPoints(element, made);
-    live.current.onCanvas(made.ctx.canvas);
+    countPoints(element, created);
+    live.current.onCanvas(created.ctx.canvas);
     const watcher = new ResizeObserver(() => {
-      if (element.clientWidth > 0 && element.clientWidth !== made.width) made.setSize({ width: element.clientWidth, height });
+      if (element.clientWidth > 0 && element.clientWidth !== created.width) created.setSize({ width: element.clientWidth, height });
     });
     watcher.observe(element);
     return () => {
       watcher.disconnect();
       live.current.onCanvas(null);
       live.current.onCursor(null, []);
-      made.destroy();
+      created.destroy();
       plot.current = null;
     };
-    // Rebuilt for another shape, scale or theme only; data goes in below.
+    // Rebuilt only for another shape, scale or theme; data is set below.
   }, [shape, theme, height, axis, log, props.sync]);
 
   useEffect(() => {
@@ -113,7 +113,7 @@ export default function MetricPlot(props: PlotProps) {
   return <div ref={host} aria-hidden data-plot style={{ height }} />;
 }
 
-/** How many points there are in the range shown, for tests. */
+/** Number of points in the visible range, for tests. */
 function countPoints(element: HTMLElement, plot: uPlot): void {
   queueMicrotask(() => {
     const { min, max } = plot.scales["x"] ?? {};
@@ -136,7 +136,7 @@ interface Column {
 function columnsOf(line: PlotLine): Column[] {
   const { points, smooth, key } = line;
   const of = (role: Column["role"], values: readonly (number | null)[]): Column => ({ key, role, line, xs: points.xs, values });
-  // Where each point is one value the band has no width: another shape would be another plot.
+  // Where each point is one value the band has no width; keeping it avoids rebuilding the plot.
   const isExact = points.low.length === 0;
   const band = line.isAbandoned ? [] : [of("high", isExact ? points.values : points.high), of("low", isExact ? points.values : points.low)];
   return [...band, of("value", points.values), ...(smooth ? [of("smooth", smooth)] : [])];
@@ -158,7 +158,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, ra
       points: { width: 0, size: (_, i) => (hasCursorPoint(columns[i - 1]) ? 7 : 0), fill: (_, i) => colorOf(columns[i - 1]?.line.color ?? "accent") },
       drag: { x: true, y: false, setScale: false },
       bind: { dblclick: () => () => { live.current.onReset(); return null; } },
-      // A pointer is shared; what it chooses belongs to the chart it was chosen on.
+      // The cursor is shared between charts; a selection belongs to one chart.
       sync: { key: sync, filters: { pub: isMove, sub: isMove } },
     },
     scales: {
@@ -190,7 +190,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, ra
         (u) => {
           const { left } = u.cursor;
           if (left === undefined || left === null || left < 0) return live.current.onCursor(null, []);
-          // The pointer itself is on one chart; the others follow it with their values alone.
+          // Only the hovered chart shows markers; the others follow with their values.
           const near = !u.over.matches(":hover") ? [] : live.current.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= NEAR_PX);
           live.current.onCursor(u.posToVal(left, "x"), near);
         },
@@ -202,7 +202,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, ra
           const [from, to] = [u.posToVal(left, "x"), u.posToVal(left + chosen, "x")];
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
           const steps = live.current.onZoom(from, to);
-          if (steps) for (const each of uPlot.sync(sync).plots) showers.get(each)?.([from, to], steps);
+          if (steps) for (const each of uPlot.sync(sync).plots) rangeSetters.get(each)?.([from, to], steps);
         },
       ],
       drawAxes: [(u) => drawMarks(u, live.current.marks)],
@@ -212,7 +212,7 @@ function optionsFor(columns: readonly Column[], live: { current: PlotProps }, ra
 
 const isMove = (type: string) => type !== "mousedown" && type !== "mouseup" && type !== "dblclick";
 
-/** A branch that is not where the pointer is would be shown at its nearest end. */
+/** Abandoned branches have no cursor point: it would snap to their nearest end. */
 function hasCursorPoint(column: Column | undefined): boolean {
   return column !== undefined && !column.line.isAbandoned && column.role === (column.line.smooth ? "smooth" : "value");
 }
@@ -232,7 +232,7 @@ function seriesOf(column: Column): uPlot.Series {
   };
 }
 
-/** Failures are lines with a head, saves are ticks at the foot: told apart without their colours. */
+/** Failures are lines with a head, checkpoints are ticks at the bottom: distinguishable without colour. */
 function drawMarks(u: uPlot, marks: readonly PlotMark[]): void {
   const { ctx, bbox } = u;
   const ratio = devicePixelRatio;

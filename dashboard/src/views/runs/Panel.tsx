@@ -1,4 +1,4 @@
-/** One metric, of one run or of several over each other. What is drawn is asked for when it comes into view. */
+/** One metric of one run or several, overlaid. Data is fetched when the panel comes into view. */
 
 import { Ellipsis, GripVertical, Pin, TriangleAlert } from "lucide-react";
 import { lazy, memo, Suspense, useEffect, useMemo, useRef, useState, type DragEvent } from "react";
@@ -10,7 +10,7 @@ import { Dialog } from "../../components/Dialog";
 import { Menu, type MenuItem } from "../../components/Menu";
 import { ErrorNote } from "../../components/states";
 import { fileName, saveBlob } from "../../download";
-import { bytes, count, duration, moment, number, plural } from "../../format";
+import { bytes, count, duration, timestamp, number, plural } from "../../format";
 import { curvesCsv, lastOf, nearest, NO_CURVE, NOTHING, originOf, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt, type Axis, type Mark, type Zoom } from "./curves";
 import { fanOf, isHistogram, label, PERCENTS, shapeOf, type Spread } from "./histograms";
 import { finerOf, lookAhead, useCurves, useFullCurve } from "./metrics";
@@ -19,18 +19,18 @@ import type { Change, Settings } from "./settings";
 
 const loadPlot = () => import("./MetricPlot");
 const MetricPlot = lazy(loadPlot);
-/** Together with the data, not after it. */
+/** Loads the plotting code in parallel with the data. */
 export const preloadPlot = () => void loadPlot();
 
 export interface PanelRun {
-  /** As the coordinator knows it. */
+  /** The coordinator's ID. */
   id: string;
   label: string;
   color: string;
   dash?: readonly number[];
-  /** When its first start began; null where that is not known. */
+  /** Time of its first start; null where unknown. */
   origin: number | null;
-  /** Whether more is to come. */
+  /** Whether more data is expected. */
   live: boolean;
   marks: readonly Mark[];
 }
@@ -39,7 +39,7 @@ export interface PanelActions {
   isPinned: boolean;
   onPin: () => void;
   onRemove: () => void;
-  /** Null where there is nothing before or after it. */
+  /** Neighbouring panels; null at the ends. */
   before: string | null;
   after: string | null;
   onMove: (name: string, target: string) => void;
@@ -54,13 +54,13 @@ interface Props {
   /** How many of the values were NaN or infinite. */
   nonfinite?: number;
   height?: number;
-  /** Probably in view at once: what is asked for is asked for before that is known. */
+  /** Probably in view at once: data is fetched without waiting for that. */
   eager?: boolean;
 }
 
 const HEIGHT = 180;
 const HEAD = 20;
-/** So many are in view on most screens before anybody scrolls. */
+/** Panels in view on most screens before scrolling. */
 export const EAGER = 9;
 const BRANCHES_DRAWN = 30;
 const AHEAD_AFTER_MS = 400;
@@ -68,7 +68,7 @@ const SHAPE = 44;
 const POINTS = 500;
 const DRAGGED = "application/x-strata-panel";
 
-/** What was never in view is no more than its name and its place. */
+/** A panel that was never in view is only a placeholder with its name. */
 export const Panel = memo(function Panel(props: Props) {
   const frame = useRef<HTMLElement>(null);
   const [inView, wasInView] = useInView(frame, props.eager ?? false);
@@ -131,7 +131,7 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
     <>
       <header className="flex min-h-8 items-center gap-1">
         <h3 className="foreign min-w-0 truncate font-medium" title={label(name)}>{label(name)}</h3>
-        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} not finite</span>}
+        {(props.nonfinite ?? 0) > 0 && <span className="inline-flex shrink-0 items-center gap-1 text-sm text-warn" title={`${count(props.nonfinite)} values were NaN or infinite`}><TriangleAlert aria-hidden className="size-3.5" />{count(props.nonfinite)} NaN/Inf</span>}
         <span className="ml-auto flex shrink-0 items-center">
           {actions && (
           <span
@@ -149,11 +149,11 @@ function Content(props: Props & { frame: { current: HTMLElement | null }; inView
           </span>
         )}
           {actions && <IconButton label={`${actions.isPinned ? "Unpin" : "Pin"} ${label(name)}`} aria-pressed={actions.isPinned} className={`size-7 ${actions.isPinned ? "text-accent" : ""}`} onClick={actions.onPin}><Pin aria-hidden className="size-3.5" fill={actions.isPinned ? "currentColor" : "none"} /></IconButton>}
-          <Menu label={`More for ${label(name)}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
+          <Menu label={`Actions for ${label(name)}`} icon={<Ellipsis aria-hidden className="size-4" />} items={items} />
         </span>
       </header>
       {failure !== null && <ErrorNote error={failure} onRetry={() => void saveCsv()} />}
-      <Body {...props} height={props.height ?? HEIGHT} enabled={inView} onCanvas={(made) => { canvas.current = made; }} />
+      <Body {...props} height={props.height ?? HEIGHT} enabled={inView} onCanvas={(created) => { canvas.current = created; }} />
       {isWide && (
         <Dialog open wide="most" onClose={() => setWide(false)} title={label(name)} description={props.runs.map((r) => r.label).join(", ")}>
           <Body {...props} height={Math.max(240, Math.round(window.innerHeight * 0.55))} enabled points={2 * POINTS} onCanvas={() => undefined} />
@@ -180,7 +180,7 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
   const values = useRef<(HTMLSpanElement | null)[]>([]);
   const place = useRef<HTMLSpanElement>(null);
   const note = useRef<HTMLParagraphElement>(null);
-  // Written past React: a pointer moves over many panels at once, many times a second.
+  // Bypasses React: the cursor moves on many panels at once, many times a second.
   const show = useMemo(
     () => (x: number | null, marks: readonly PlotMark[]) => {
       drawn.heads.forEach((head, i) => {
@@ -241,19 +241,19 @@ function Body(props: Props & { height: number; enabled: boolean; points?: number
       {known && !error && isHistogram(name) && <svg ref={shape} aria-hidden data-shape viewBox="0 0 480 44" preserveAspectRatio="none" className="w-full" style={{ height: SHAPE }} />}
       <p ref={note} hidden className="foreign pointer-events-none absolute inset-x-0 bottom-6 z-10 mx-auto w-fit max-w-full rounded-md border bg-surface px-2 py-0.5 text-sm break-words shadow-lg" />
       <p className="sr-only">{summary(name, runs, curves, drawn.marks)}</p>
-      {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points at or below zero have no place on a logarithmic scale.</p>}
+      {log && drawn.hidden > 0 && known && <p className="text-sm text-faint">{count(drawn.hidden)} points ≤ 0 not shown on a log scale</p>}
     </div>
   );
 }
 
-/** Where nine tenths of the values lie, at the point nearest to `x` or at the last one. */
+/** The 5 to 95 % range of the values at the point nearest to `x`, or at the last one. */
 function middleOf(name: string, quantiles: readonly Curve[], xs: readonly number[], x: number | null): string {
   const at = x === null ? xs.length - 1 : nearest(xs, x);
   const [low, high] = [quantiles[PERCENTS.indexOf(5)]?.values[at], quantiles[PERCENTS.indexOf(95)]?.values[at]];
   return low == null || high == null ? "" : ` (90 %: ${valueText(name, low)} to ${valueText(name, high)})`;
 }
 
-/** The distribution of each run at the point nearest to `x`, or at its last one: drawn past React, as the values are. */
+/** The distribution of each run at the point nearest to `x`, or at its last one; bypasses React like the values. */
 function drawShape(svg: SVGSVGElement, runs: readonly PanelRun[], curves: readonly (Spread | undefined)[], heads: Drawn["heads"], x: number | null): void {
   const shapes = runs.map((_, i) => {
     const xs = heads[i]?.xs ?? [];
@@ -286,7 +286,7 @@ export function Swatch(props: { color: string; dash?: readonly number[] | undefi
 
 interface Drawn {
   lines: PlotLine[];
-  /** The line that is read out, of each run. */
+  /** Per run, the line whose values are shown as text. */
   heads: { xs: number[]; values: (number | null)[] }[];
   marks: PlotMark[];
   origins: (number | null)[];
@@ -307,7 +307,7 @@ function drawingOf(runs: readonly PanelRun[], curves: readonly (Spread | undefin
     drawn.heads.push({ xs: points.xs, values: smooth ?? points.values });
     const shape = { color: run.color, ...(run.dash ? { dash: run.dash } : {}) };
     for (const [n, branch] of (each?.abandoned.slice(-BRANCHES_DRAWN) ?? []).entries()) {
-      // Not by its first step, which is another one in a part of it.
+      // Not keyed by its first step, which changes with the zoom.
       drawn.lines.push({ ...shape, key: `${run.id} ${branch.generation} ${n}`, points: scaled(branch), smooth: null, isAbandoned: true });
     }
     drawn.lines.push({ ...shape, key: run.id, points, smooth, isAbandoned: false });
@@ -320,7 +320,7 @@ function drawingOf(runs: readonly PanelRun[], curves: readonly (Spread | undefin
   return drawn;
 }
 
-/** What a zoom is on the axis: its steps, or when those were. */
+/** The zoom on the axis: its steps, or their times. */
 function rangeOf(curves: readonly (MetricCurves | undefined)[], axis: Axis, origins: readonly (number | null)[], zoom: Settings["zoom"]): readonly [number, number] | null {
   if (zoom === null || axis === "step") return zoom;
   let from = Number.POSITIVE_INFINITY;
@@ -336,27 +336,27 @@ function rangeOf(curves: readonly (MetricCurves | undefined)[], axis: Axis, orig
   return to > from ? [from, to] : null;
 }
 
-/** In the unit that its name says. */
+/** In the unit given by the metric's name. */
 export function valueText(name: string, value: number | null | undefined): string {
   return /(^|[/_.])bytes$/.test(name) ? bytes(value) : number(value, 4);
 }
 
 function placeText(heads: Drawn["heads"], x: number, axis: Axis): string {
-  // The step of a point there is, not one between two.
+  // Snap to an existing step.
   const xs = heads.find((head) => head.xs.length > 0)?.xs ?? [];
   const at = axis === "step" ? (xs[nearest(xs, x)] ?? x) : x;
   return axisText(at, axis);
 }
 
 function axisText(x: number, axis: Axis): string {
-  return axis === "step" ? `step ${count(x)}` : axis === "wall" ? moment(x) : duration(x);
+  return axis === "step" ? `step ${count(x)}` : axis === "wall" ? timestamp(x) : duration(x);
 }
 
-/** The same for whoever cannot see the picture. */
+/** Text alternative for screen readers. */
 function summary(name: string, runs: readonly PanelRun[], curves: readonly (MetricCurves | undefined)[], marks: readonly PlotMark[]): string {
   const failures = marks.filter((mark) => mark.kind === "incident").length;
-  const said = marks.length === 0 ? "" : ` Marked: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
-  const told = runs
+  const markers = marks.length === 0 ? "" : ` Markers: ${plural(failures, "failure")}, ${plural(marks.length - failures, "checkpoint")}.`;
+  const text = runs
     .map((run, i) => {
       const { steps, values } = curves[i]?.committed ?? NO_CURVE;
       const finite = values.filter((v) => v !== null);
@@ -365,10 +365,10 @@ function summary(name: string, runs: readonly PanelRun[], curves: readonly (Metr
       return `${isHistogram(name) ? `Median of ${label(name)}` : name} of ${run.label}: ${number(finite[0], 4)} at step ${count(steps[0])}, ${number(lastOf(values), 4)} at step ${count(steps.at(-1))}, ${number(Math.min(...finite), 4)} to ${number(Math.max(...finite), 4)}.${branches > 0 ? ` ${plural(branches, "abandoned branch", "abandoned branches")}.` : ""}`;
     })
     .join(" ");
-  return told + said;
+  return text + markers;
 }
 
-/** When the browser has shown what is drawn now. */
+/** After the browser has painted. */
 function afterPaint(then: () => void): void {
   requestAnimationFrame(() => setTimeout(then));
 }
@@ -388,17 +388,17 @@ function useInView(frame: { current: HTMLElement | null }, eager: boolean): read
   return [seen.now, seen.ever];
 }
 
-/** The plot with its title and its runs, on the ground of the page. */
+/** The plot with title and legend on the page's background, for export. */
 function picture(plot: HTMLCanvasElement, name: string, runs: readonly PanelRun[]): HTMLCanvasElement {
   const ratio = devicePixelRatio;
   const head = (26 + 18 * runs.length) * ratio;
-  const made = document.createElement("canvas");
-  made.width = plot.width + 16 * ratio;
-  made.height = plot.height + head + 8 * ratio;
-  const ctx = made.getContext("2d");
-  if (!ctx) return made;
+  const created = document.createElement("canvas");
+  created.width = plot.width + 16 * ratio;
+  created.height = plot.height + head + 8 * ratio;
+  const ctx = created.getContext("2d");
+  if (!ctx) return created;
   ctx.fillStyle = colorOf("surface");
-  ctx.fillRect(0, 0, made.width, made.height);
+  ctx.fillRect(0, 0, created.width, created.height);
   ctx.fillStyle = colorOf("ink");
   ctx.font = `600 ${13 * ratio}px ui-sans-serif, system-ui, sans-serif`;
   ctx.fillText(name, 12 * ratio, 19 * ratio);
@@ -416,5 +416,5 @@ function picture(plot: HTMLCanvasElement, name: string, runs: readonly PanelRun[
     ctx.fillText(run.label, 34 * ratio, y);
   });
   ctx.drawImage(plot, 8 * ratio, head);
-  return made;
+  return created;
 }

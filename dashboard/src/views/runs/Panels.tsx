@@ -1,4 +1,4 @@
-/** Charts of metrics under one set of settings: axis, scale, smoothing, zoom; which panels there are is the browser's to keep. */
+/** Metric charts with shared settings: axis, scale, smoothing, zoom. The layout is stored in the browser. */
 
 import { Plus, RotateCcw, Search as SearchIcon, SlidersHorizontal, ZoomOut } from "lucide-react";
 import { memo, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
@@ -26,14 +26,14 @@ export function Toolbar(props: { settings: Settings; change: Change; lastStep: n
     <div className="z-20 -mx-1 flex flex-wrap items-center gap-x-3.5 gap-y-2 border-b bg-bg px-1 py-2 md:sticky md:top-0" role="group" aria-label="Chart settings">
       <label className="relative min-w-0 flex-1 md:flex-none">
         <SearchIcon aria-hidden className="pointer-events-none absolute top-2 left-2.5 size-4 text-faint" />
-        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-full pl-8 md:w-40" value={settings.words} onChange={(event) => change({ words: event.target.value })} />
+        <Input type="search" data-search aria-label="Filter metrics" placeholder="Filter metrics" className="w-full pl-8 md:w-40" value={settings.query} onChange={(event) => change({ query: event.target.value })} />
       </label>
       <IconButton label="Chart settings" aria-expanded={open} className="border md:hidden" onClick={() => setOpen(!open)}><SlidersHorizontal aria-hidden className="size-4" /></IconButton>
       <div className={`${open ? "flex" : "hidden"} order-last w-full flex-wrap items-center gap-x-3.5 gap-y-2 md:order-none md:contents`}>
-        <Segmented label="Horizontal axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
+        <Segmented label="X axis" value={settings.axis} options={AXES} onChange={(axis) => change({ axis })} />
         <Smoothing value={settings.smooth} onChange={(smooth) => change({ smooth })} />
         <Check label="Log scale" checked={settings.log} onChange={(log) => change({ log })} />
-        {props.hasMarks && <Check label="Marks" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
+        {props.hasMarks && <Check label="Markers" title="Failures and checkpoints" checked={settings.marks} onChange={(marks) => change({ marks })} />}
         <ZoomFields key={settings.zoom?.join("-") ?? ""} settings={settings} change={change} lastStep={props.lastStep} />
       </div>
       {settings.zoom && <IconButton label="Reset zoom" className="border" onClick={() => change({ zoom: null })}><ZoomOut aria-hidden className="size-4" /></IconButton>}
@@ -51,7 +51,7 @@ function Check(props: { label: string; checked: boolean; onChange: (checked: boo
   );
 }
 
-/** The number follows the thumb; the charts and the address follow a moment later. */
+/** The number follows the slider; charts and URL follow with a short delay. */
 function Smoothing(props: { value: number; onChange: (value: number) => void }) {
   const [value, setValue] = useState(props.value);
   const timer = useRef<ReturnType<typeof setTimeout>>(undefined);
@@ -79,7 +79,7 @@ function Smoothing(props: { value: number; onChange: (value: number) => void }) 
   );
 }
 
-/** What dragging on a chart does, for whoever does not drag. */
+/** Zoom by keyboard. */
 function ZoomFields(props: { settings: Settings; change: Change; lastStep: number }) {
   const { zoom } = props.settings;
   const [from, setFrom] = useState(zoom === null ? "" : String(zoom[0]));
@@ -110,7 +110,7 @@ export interface Kept {
   reset: () => void;
 }
 
-/** The layout of a run, as this browser keeps it. */
+/** The layout of a run, stored in this browser. */
 export function useLayout(run: string): Kept {
   const [kept, setKept] = useState(() => load(run));
   return useMemo(
@@ -118,7 +118,7 @@ export function useLayout(run: string): Kept {
       ...kept,
       change: (layout) => { save(run, kept.scope, layout); setKept({ scope: kept.scope, layout }); },
       setScope: (scope) => {
-        // Going back to what all runs share forgets what this one had of its own.
+        // Switching back to the shared layout removes the run's own.
         save(run, "run", scope === "run" ? kept.layout : null);
         setKept(load(run));
       },
@@ -136,7 +136,7 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
   const names = useMemo(() => metrics.map((m) => m.name), [metrics]);
   const bad = useMemo(() => new Map(metrics.map((m) => [m.name, m.nonfinite])), [metrics]);
   const all = useMemo(() => panelsOf(names, layout), [names, layout]);
-  const shown = useMemo(() => matching(all, settings.words), [all, settings.words]);
+  const shown = useMemo(() => matching(all, settings.query), [all, settings.query]);
   const runs = useMemo(() => [run], [run]);
   const lastStep = Math.max(0, ...metrics.map((m) => m.last_step));
   const left = names.filter((name) => !all.includes(name));
@@ -173,24 +173,24 @@ export const Panels = memo(function Panels(props: { run: PanelRun; metrics: read
       {pinned.length > 0 && <section aria-label="Pinned" className="flex flex-col gap-2"><h2 className="text-sm font-medium text-muted">Pinned</h2>{grid(pinned, 0)}</section>}
       {pinned.length > 0 && others.length > 0 && <h2 className="text-sm font-medium text-muted">All</h2>}
       {others.length > 0 && grid(others, pinned.length)}
-      {shown.length === 0 && <Empty title={all.length === 0 ? "No panels" : "No matching panels"} action={all.length === 0 ? <Button onClick={() => setAdding(true)}>Add panels</Button> : <Button onClick={() => change({ words: "" })}>Clear filter</Button>} />}
+      {shown.length === 0 && <Empty title={all.length === 0 ? "No panels" : "No matching panels"} action={all.length === 0 ? <Button onClick={() => setAdding(true)}>Add panels</Button> : <Button onClick={() => change({ query: "" })}>Clear filter</Button>} />}
       <Chooser open={adding} onClose={() => setAdding(false)} names={names} shown={all} left={left} kept={kept} />
     </div>
   );
 });
 
-/** Every metric of the run, with or without its panel. */
+/** All metrics of the run, to show or hide their panels. */
 function Chooser(props: { open: boolean; onClose: () => void; names: readonly string[]; shown: readonly string[]; left: readonly string[]; kept: Kept }) {
   const { kept } = props;
-  const [words, setWords] = useState("");
-  const found = matching(usualOrder(props.names), words);
+  const [query, setQuery] = useState("");
+  const found = matching(usualOrder(props.names), query);
   const visible = new Set(props.shown);
   return (
     <Dialog
       open={props.open}
       onClose={props.onClose}
       title="Panels"
-      description={`${count(props.shown.length)} of ${plural(props.names.length, "metric")} shown. Kept in this browser.`}
+      description={`${count(props.shown.length)} of ${plural(props.names.length, "metric")} shown. Saved in this browser.`}
       footer={
         <>
           <label className="mr-auto inline-flex items-center gap-1.5"><input type="checkbox" className="size-4 accent-accent" checked={kept.scope === "run"} onChange={(event) => kept.setScope(event.target.checked ? "run" : "all")} />For this run only</label>
@@ -200,7 +200,7 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
       }
     >
       <div className="flex flex-col gap-3">
-        <Input type="search" aria-label="Search metrics" placeholder="Search metrics" value={words} onChange={(event) => setWords(event.target.value)} />
+        <Input type="search" aria-label="Search metrics" placeholder="Search metrics" value={query} onChange={(event) => setQuery(event.target.value)} />
         <ul className="max-h-[50vh] overflow-y-auto" aria-label="Metrics" tabIndex={0}>
           {found.slice(0, NAMES_SHOWN).map((name) => (
             <li key={name}>
@@ -210,8 +210,8 @@ function Chooser(props: { open: boolean; onClose: () => void; names: readonly st
               </label>
             </li>
           ))}
-          {found.length > NAMES_SHOWN && <li className="px-2 py-1.5 text-faint">and {count(found.length - NAMES_SHOWN)} more: search for them</li>}
-          {found.length === 0 && <li className="px-2 py-1.5 text-faint">No metric has this name.</li>}
+          {found.length > NAMES_SHOWN && <li className="px-2 py-1.5 text-faint">and {count(found.length - NAMES_SHOWN)} more; refine the search</li>}
+          {found.length === 0 && <li className="px-2 py-1.5 text-faint">No matching metrics</li>}
         </ul>
       </div>
     </Dialog>

@@ -1,4 +1,4 @@
-/** The log lines of one run, newest last, searched by the coordinator. */
+/** Log lines of one run, newest last; the coordinator searches. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -13,15 +13,15 @@ import { clockMs, plural } from "../../format";
 import { shortName } from "../../state/runs";
 
 const SHOWN = 500;
-const AGAIN_MS = 3_000;
+const REFETCH_MS = 3_000;
 
 export function RunLogs(props: { job: string }) {
-  const [words, setWords] = useState("");
+  const [query, setQuery] = useState("");
   const [level, setLevel] = useState("");
   const lines = useQuery({
-    queryKey: ["logs", "run", props.job, words, level],
-    queryFn: ({ signal }) => get<LogEntry[]>("/logs", { task_id: props.job, q: words, level, limit: SHOWN }, signal),
-    refetchInterval: AGAIN_MS,
+    queryKey: ["logs", "run", props.job, query, level],
+    queryFn: ({ signal }) => get<LogEntry[]>("/logs", { task_id: props.job, q: query, level, limit: SHOWN }, signal),
+    refetchInterval: REFETCH_MS,
     placeholderData: (before) => before,
   });
   const entries = (lines.data ?? []).toReversed();
@@ -32,22 +32,22 @@ export function RunLogs(props: { job: string }) {
     if (atEnd.current && scroller.current) scroller.current.scrollTop = scroller.current.scrollHeight;
   }, [last]);
   return (
-    <section aria-label="Logs of this run" className="flex min-h-0 flex-col gap-3">
+    <section aria-label="Run logs" className="flex min-h-0 flex-col gap-3">
       <div className="flex flex-wrap items-center gap-2">
-        <Input type="search" data-search aria-label="Search messages" placeholder="Search messages" className="w-56" value={words} onChange={(event) => setWords(event.target.value)} />
+        <Input type="search" data-search aria-label="Search messages" placeholder="Search messages" className="w-56" value={query} onChange={(event) => setQuery(event.target.value)} />
         <Select aria-label="Level" value={level} onChange={(event) => setLevel(event.target.value)}>
           <option value="">All levels</option>
           {["info", "warn", "error"].map((word) => <option key={word} value={word}>{word} and above</option>)}
         </Select>
-        <span className="text-sm text-faint">{entries.length === SHOWN ? `the latest ${SHOWN} lines` : plural(entries.length, "line")}</span>
-        <Link to="/logs" search={{ task: props.job, q: words || undefined, level: level || undefined }} className="ml-auto inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open in Logs</Link>
+        <span className="text-sm text-faint">{entries.length === SHOWN ? `latest ${SHOWN} lines` : plural(entries.length, "line")}</span>
+        <Link to="/logs" search={{ task: props.job, q: query || undefined, level: level || undefined }} className="ml-auto inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open in Logs</Link>
       </div>
       {lines.isPending ? (
         <Loading rows={10} />
       ) : lines.isError && !lines.data ? (
         <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />
       ) : entries.length === 0 ? (
-        <Empty title="No log lines">{words || level ? "No line of this run matches." : "Its processes have not written anything here."}</Empty>
+        <Empty title={query || level ? "No matching lines" : "No log lines yet"}>{query || level ? "Clear filters to see all lines." : "Processes of this run have not logged anything."}</Empty>
       ) : (
         <ol
           ref={scroller}

@@ -1,11 +1,11 @@
-/** One run: what it logs, when what happened to it, how it was started, and what it says. */
+/** One run: metrics, timeline, details and logs. */
 
 import { Link, useParams } from "@tanstack/react-router";
 import { Activity, ArrowLeft, GitCompareArrows } from "lucide-react";
 import { useEffect, useMemo } from "react";
 
 import type { RunMetrics } from "../../api/types";
-import { Card, Figure } from "../../components/Card";
+import { Card, Stat } from "../../components/Card";
 import { Chart } from "../../components/Chart";
 import { Button, Segmented } from "../../components/controls";
 import { CopyButton } from "../../components/Copy";
@@ -48,7 +48,7 @@ export function RunDetail() {
   return <RunPage key={job} id={job} />;
 }
 
-/** `id`: of a job, whose latest run it is; or of a run that has logged something. */
+/** `id`: of a job (its latest run), or of a run with logged metrics. */
 function RunPage({ id }: { id: string }) {
   const state = useStory();
   const [filters, set] = useFilters();
@@ -69,10 +69,10 @@ function RunPage({ id }: { id: string }) {
 
   const back = <Link to="/runs" className="inline-flex items-center gap-1 text-sm font-medium text-muted hover:text-ink"><ArrowLeft aria-hidden className="size-3.5" />All runs</Link>;
   const isKnown = state.coordinator !== null;
-  // Charts need not wait for the rest.
+  // Charts do not wait for the snapshot.
   if (!isKnown && (!info.data || !metrics.data || filters["tab"] !== "charts")) return <Page title={id}><Loading rows={8} /></Page>;
   if (run === null && info.data === undefined && !info.error) return <Page title={id} actions={back}><Loading rows={8} /></Page>;
-  if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint or recovery has this run name, and nothing was logged under it.</Empty>}</Page>;
+  if (run === null && !info.data) return <Page title={id} actions={back}>{info.error ? <ErrorNote error={info.error} /> : <Empty icon={Activity} title="Run not found">No worker, checkpoint, recovery or metric has this run ID.</Empty>}</Page>;
 
   const tab: Tab = TABS.find(([value]) => value === filters["tab"])?.[0] ?? "overview";
   const hasMetrics = (metrics.data?.metrics.length ?? 0) > 0;
@@ -82,7 +82,7 @@ function RunPage({ id }: { id: string }) {
       subtitle={
         <span className="flex flex-wrap items-center gap-x-3 gap-y-1">
           {isKnown && <Status value={run?.status ?? "ended"} pill />}
-          {label !== id && <span className="inline-flex min-w-0 items-center"><span className="foreign max-w-60 truncate" title={id}>{id}</span><CopyButton text={id} label="run name" /></span>}
+          {label !== id && <span className="inline-flex min-w-0 items-center"><span className="foreign max-w-60 truncate" title={id}>{id}</span><CopyButton text={id} label="run ID" /></span>}
           {run !== null && <Started run={run} />}
           <Tags tags={info.data?.tags ?? []} />
         </span>
@@ -97,7 +97,7 @@ function RunPage({ id }: { id: string }) {
         </>
       }
     >
-      <Segmented label="Part of the page" value={tab} options={TABS} onChange={(next) => set({ tab: next === "overview" ? undefined : next })} />
+      <Segmented label="View" value={tab} options={TABS} onChange={(next) => set({ tab: next === "overview" ? undefined : next })} />
       {tab === "overview" && (run === null ? <Charts run={shown} metrics={metrics} kept={kept} /> : <Story run={run} shown={shown} metrics={metrics.data} kept={kept} />)}
       {tab === "charts" && <Charts run={shown} metrics={metrics} kept={kept} />}
       {tab === "details" && <Details id={id} info={info.data} task={run?.task ?? null} labels={run?.risk.safe?.metadata ?? {}} metrics={metrics.data} />}
@@ -115,17 +115,17 @@ function Charts(props: { run: PanelRun; metrics: ReturnType<typeof useRunMetrics
   const { data, error } = props.metrics;
   const [settings, change] = useSettings();
   if (data === undefined) return error ? <ErrorNote error={error} /> : <Loading rows={8} />;
-  if (data === null || data.metrics.length === 0) return <Empty icon={Activity} title="No metrics logged">Log them in the loop: <code className="font-mono text-sm">job.log(&#123;"loss": loss&#125;)</code>. They are kept by step, and survive restarts.</Empty>;
+  if (data === null || data.metrics.length === 0) return <Empty icon={Activity} title="No metrics logged">Log them in the training loop: <code className="font-mono text-sm">job.log(&#123;"loss": loss&#125;)</code>. Metrics are stored by step and survive restarts.</Empty>;
   return (
     <>
-      {data.dropped > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.dropped)} logged values could not be kept: the coordinator was away too long, or there were too many names.</p>}
-      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} batches of values are missing here: another coordinator has kept them. With an archive they arrive when that one is back.</p>}
+      {data.dropped > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.dropped)} logged values were dropped: the coordinator was unreachable too long, or there were too many metric names.</p>}
+      {data.missing_batches > 0 && <p className="rounded-md bg-warn-soft px-4 py-2">{count(data.missing_batches)} metric batches are missing: they are stored on another coordinator. With an archive they arrive when it is back.</p>}
       <Panels run={props.run} metrics={data.metrics} kept={props.kept} settings={settings} change={change} />
     </>
   );
 }
 
-/** What the run shows of itself first: what is pinned, else what people look at first. */
+/** Pinned panels, else the first ones in the usual order. */
 function PinnedPanels(props: { run: PanelRun; metrics: RunMetrics; kept: Kept }) {
   const { metrics, kept } = props;
   const [settings, change] = useSettings();
@@ -142,7 +142,7 @@ function PinnedPanels(props: { run: PanelRun; metrics: RunMetrics; kept: Kept })
       <p className="flex items-center gap-3 text-sm text-faint">
         <button type="button" className="font-medium text-accent underline decoration-accent/40 underline-offset-2 hover:decoration-accent" onClick={() => set({ tab: "charts" })}>{metrics.metrics.length > names.length ? `All ${plural(metrics.metrics.length, "metric")}` : "Charts"}</button>
         {settings.zoom && <Button onClick={() => change({ zoom: null })}>Reset zoom</Button>}
-        {pinned.length === 0 && <span>Panels that you pin there are shown here.</span>}
+        {pinned.length === 0 && <span>Pinned panels appear here.</span>}
       </p>
     </section>
   );
@@ -190,12 +190,12 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
   return (
     <>
       <div className="grid grid-cols-2 gap-4 sm:grid-cols-3 xl:grid-cols-6">
-        <Figure label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
-        <Figure label="Loss" value={number(run.loss, 4)} />
-        <Figure label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
-        <Figure label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
-        <Figure label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
-        <Figure label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
+        <Stat label="Step" value={count(run.step)} hint={`${run.task?.total_steps ? `of ${count(run.task.total_steps)}, ` : ""}epoch ${count(run.epoch)}`} />
+        <Stat label="Loss" value={number(run.loss, 4)} />
+        <Stat label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
+        <Stat label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
+        <Stat label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
+        <Stat label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <RunDrains run={run} />
       {logs && <PinnedPanels run={shown} metrics={metrics} kept={kept} />}
@@ -231,11 +231,11 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
 }
 
 function summary(run: Run): string {
-  return `${plural(run.alive, "worker")} up, ${count(run.failed)} lost, ${plural(run.checkpoints.length, "checkpoint")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. The events below list the same.`;
+  return `${plural(run.alive, "worker")} up, ${count(run.failed)} lost, ${plural(run.checkpoints.length, "checkpoint")}, ${plural(run.recoveries.length, "recovery", "recoveries")}. Also listed under Events.`;
 }
 
 function Recoveries({ run }: { run: Run }) {
-  if (run.recoveries.length === 0) return <Empty title="No recoveries">Each recovery is listed here with the duration of its phases.</Empty>;
+  if (run.recoveries.length === 0) return <Empty title="No recoveries">Recoveries appear here with the duration of each phase.</Empty>;
   return (
     <ol className="max-h-80 divide-y divide-line/60 overflow-y-auto border-t" tabIndex={0} aria-label="Recoveries">
       {run.recoveries.map((r) => (

@@ -96,7 +96,7 @@ export function Timeline(props: { data: TimelineData; from: number; to: number; 
   );
 }
 
-/** The state keeps the newest saves of all runs; what a run has saved before them is asked for. */
+/** The state keeps only the newest checkpoints of all runs; older ones of this run are fetched. */
 function useAllSaves(data: TimelineData): TimelineData {
   const { jobId, checkpoints } = data;
   const { data: all } = useQuery({ queryKey: ["checkpoints"], queryFn: ({ signal }) => get<Checkpoint[]>("/checkpoints", {}, signal), staleTime: 60_000 });
@@ -106,7 +106,7 @@ function useAllSaves(data: TimelineData): TimelineData {
   }, [data, checkpoints, all, jobId]);
 }
 
-/** In the window rather than in the timeline, which would cut it. */
+/** Rendered outside the timeline, which would clip it. */
 function Tip({ hit, data, x, y }: { hit: NonNullable<Hit>; data: TimelineData; x: number; y: number }) {
   const row = hit.kind === "row" ? data.rows.find((r) => r.workerId === hit.workerId) : undefined;
   const survived = row ? data.recoveries.filter((r) => hasSurvived(row, r)).length : 0;

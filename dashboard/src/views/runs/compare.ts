@@ -1,11 +1,11 @@
-/** Runs beside each other: which, in which colours, and where their configurations differ. Pure. */
+/** Comparison of runs: IDs, colours, final values and configuration differences. Pure. */
 
 import type { RunMetrics } from "../../api/types";
 
-/** More lines over each other cannot be told apart. */
+/** More overlaid lines cannot be distinguished. */
 export const RUNS_COMPARED = 8;
 
-/** Told apart by colour and by dashes: a colour is never alone. */
+/** Distinguished by colour and dashes: colour is not the only cue. */
 export const LOOKS: readonly { color: string; dash?: readonly number[] }[] = [
   { color: "run-1" },
   { color: "run-2", dash: [7, 3] },
@@ -17,7 +17,7 @@ export const LOOKS: readonly { color: string; dash?: readonly number[] }[] = [
   { color: "run-8", dash: [9, 3, 2, 3] },
 ];
 
-/** Names that somebody chose, in an address; each once. */
+/** Unique IDs from a URL parameter. */
 export function idsOf(text: string | undefined): string[] {
   const found = (text ?? "").split(",").filter(Boolean).map((part) => {
     try {
@@ -56,7 +56,7 @@ export interface ValueRow {
   values: ({ last: number | null; min: number | null; max: number | null; step: number } | null)[];
 }
 
-/** What each run ended with. */
+/** Final values of each run. */
 export function finalValues(runs: readonly (RunMetrics | null | undefined)[], names: readonly string[]): ValueRow[] {
   const maps = runs.map((run) => new Map(run?.metrics.map((m) => [m.name, m])));
   return names.map((name) => ({
@@ -68,7 +68,7 @@ export function finalValues(runs: readonly (RunMetrics | null | undefined)[], na
   }));
 }
 
-/** Metrics that most runs have come first: there is something to compare. */
+/** Metrics that most runs have come first. */
 export function comparable(runs: readonly (RunMetrics | null | undefined)[]): string[] {
   const seen = new Map<string, number>();
   for (const run of runs) for (const { name } of run?.metrics ?? []) seen.set(name, (seen.get(name) ?? 0) + 1);

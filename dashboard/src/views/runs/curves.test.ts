@@ -3,10 +3,10 @@ import { describe, expect, it } from "vitest";
 import type { Checkpoint, Curve, Incident } from "../../api/types";
 import { aligned, csvOf, curvesCsv, lastOf, marksOf, nearest, originOf, parseZoom, placeOf, pointsOf, positive, smoothed, stepsOf, valueAt } from "./curves";
 
-const curve = (steps: number[], values: (number | null)[], began = 100): Curve => ({ steps, times: steps.map((s) => began + s), values, low: [], high: [] });
+const curve = (steps: number[], values: (number | null)[], start = 100): Curve => ({ steps, times: steps.map((s) => start + s), values, low: [], high: [] });
 
 describe("points", () => {
-  it("are by step, by time, or by time since the run began", () => {
+  it("are by step, by time, or by time since the run started", () => {
     const one = curve([1, 2], [5, 6]);
     expect(pointsOf(one, "step", 101).xs).toEqual([1, 2]);
     expect(pointsOf(one, "wall", 101).xs).toEqual([101, 102]);
@@ -15,18 +15,18 @@ describe("points", () => {
     expect(originOf([])).toBeNull();
   });
 
-  it("go from left to right where clocks do not agree", () => {
+  it("are sorted where clocks differ", () => {
     const one: Curve = { steps: [1, 2, 3], times: [30, 10, 20], values: [1, 2, 3], low: [0, 1, 2], high: [] };
     expect(pointsOf(one, "wall", null)).toEqual({ xs: [10, 20, 30], values: [2, 3, 1], low: [1, 2, 0], high: [] });
   });
 
-  it("have no place at or below zero on a logarithmic scale", () => {
+  it("at or below zero are dropped on a log scale", () => {
     expect(positive({ xs: [1, 2, 3], values: [1, 0, -1], low: [], high: [] }).values).toEqual([1, null, null]);
   });
 });
 
 describe("smoothing", () => {
-  it("begins at the first value and leaves gaps", () => {
+  it("starts at the first value and keeps gaps", () => {
     expect(smoothed([4, 4, null, 4], 0.9)).toEqual([4, 4, null, 4]);
     expect(smoothed([1, 3], 0)).toEqual([1, 3]);
     const [first, second] = smoothed([0, 10], 0.5);
@@ -36,13 +36,13 @@ describe("smoothing", () => {
 });
 
 describe("aligning", () => {
-  it("puts curves over one set of places, without inventing gaps", () => {
+  it("aligns curves to one x axis without adding gaps", () => {
     expect(aligned([{ xs: [1, 3], values: [1, null] }, { xs: [2, 3], values: [5, 6] }])).toEqual([[1, 2, 3], [1, undefined, null], [undefined, 5, 6]]);
     expect(aligned([])).toEqual([[]]);
   });
 });
 
-describe("reading out", () => {
+describe("values at the cursor", () => {
   it("finds the nearest point, and nothing beyond the curve", () => {
     expect([0, 4, 6, 99].map((x) => nearest([2, 5, 7], x))).toEqual([0, 1, 1, 2]);
     expect(nearest([], 1)).toBe(-1);
@@ -78,7 +78,7 @@ describe("marks", () => {
     expect(found.map((m) => [m.kind, m.step, m.at])).toEqual([["save", 30, 130], ["incident", 25, 125]]);
   });
 
-  it("stand where they happened on every axis", () => {
+  it("are placed where they happened on every axis", () => {
     const [mark] = marksOf([incident({ resumed_step: null })], []);
     const one = curve([10, 20, 30], [1, 2, 3]);
     expect(placeOf(mark!, "wall", 100, one)).toBe(125);
@@ -90,11 +90,11 @@ describe("marks", () => {
 });
 
 describe("export", () => {
-  it("quotes what would break a line", () => {
+  it("quotes special characters", () => {
     expect(csvOf([["a,b", 'say "x"', null, 1.5]])).toBe('"a,b","say ""x""",,1.5\n');
   });
 
-  it("has every branch with its least and greatest", () => {
+  it("has every branch with min and max", () => {
     const text = curvesCsv([{ run: "r", curves: { name: "loss", committed: { ...curve([1], [0.5], 0), low: [0.25], high: [1] }, abandoned: [{ ...curve([2], [null], 0), generation: 3 }] } }]);
     expect(text.split("\n")).toEqual(["run,metric,branch,step,time,value,min,max", "r,loss,committed,1,1970-01-01T00:00:01.000Z,0.5,0.25,1", 'r,loss,"abandoned, generation 3",2,1970-01-01T00:00:02.000Z,,,', ""]);
   });

@@ -1,15 +1,15 @@
-/** Curves of metrics on their way from the answer of the coordinator to a plot. Pure; a value nobody logged is never drawn. */
+/** Metric curves from the coordinator's response to a plot. Pure; values that were not logged are never drawn. */
 
 import type { Checkpoint, Curve, Incident, MetricCurves } from "../../api/types";
 import { isGrave } from "../../state/incidents";
 
 export type Axis = "step" | "wall" | "relative";
 
-/** One line of a plot: columns of equal length, by growing `xs`. */
+/** One line of a plot: columns of equal length, by ascending `xs`. */
 export interface Points {
   xs: number[];
   values: (number | null)[];
-  /** Least and greatest of what each point stands for; empty where each is one value. */
+  /** Minimum and maximum of the values that each point summarizes; empty where each is one value. */
   low: (number | null)[];
   high: (number | null)[];
 }
@@ -17,7 +17,7 @@ export interface Points {
 export const NO_CURVE: Curve = { steps: [], times: [], values: [], low: [], high: [] };
 export const NOTHING: Points = { xs: [], values: [], low: [], high: [] };
 
-/** When the first point of a run was logged: where relative time begins. */
+/** Time of the first logged point: the origin of relative time. */
 export function originOf(curves: readonly MetricCurves[]): number | null {
   let first = Number.POSITIVE_INFINITY;
   for (const { committed, abandoned } of curves) for (const { times } of [committed, ...abandoned]) first = Math.min(first, times[0] ?? first);
@@ -31,7 +31,7 @@ export function pointsOf(curve: Curve, axis: Axis, origin: number | null): Point
   return sorted({ xs, values, low, high });
 }
 
-/** Clocks of two machines need not agree: a plot draws from left to right all the same. */
+/** Clocks of machines may differ; a plot needs ascending x values. */
 function sorted(points: Points): Points {
   if (points.xs.every((x, i) => i === 0 || x >= (points.xs[i - 1] ?? x))) return points;
   const order = points.xs.map((_, i) => i).sort((a, b) => (points.xs[a] ?? 0) - (points.xs[b] ?? 0));
@@ -39,13 +39,13 @@ function sorted(points: Points): Points {
   return { xs: by(points.xs), values: by(points.values), low: by(points.low), high: by(points.high) };
 }
 
-/** On a logarithmic scale there is no place for zero and below. */
+/** A log scale cannot show zero and below. */
 export function positive(points: Points): Points {
   const only = (column: readonly (number | null)[]) => column.map((v) => (v !== null && v > 0 ? v : null));
   return { xs: points.xs, values: only(points.values), low: only(points.low), high: only(points.high) };
 }
 
-/** An exponential mean that begins at the first value, not at zero. `weight` of 0 changes nothing; nulls stay. */
+/** Debiased exponential moving average. A `weight` of 0 changes nothing; nulls stay. */
 export function smoothed(values: readonly (number | null)[], weight: number): (number | null)[] {
   if (weight <= 0) return [...values];
   let mean = 0;
@@ -60,7 +60,7 @@ export function smoothed(values: readonly (number | null)[], weight: number): (n
 
 export type Aligned = [number[], ...(number | null | undefined)[][]];
 
-/** Columns with horizontal places of their own, over one set of places: undefined where a column has none, which is no gap. */
+/** Columns with their own x values, aligned to a common x axis: undefined where a column has no point, which is not a gap. */
 export function aligned(columns: readonly { xs: readonly number[]; values: readonly (number | null)[] }[]): Aligned {
   const first = columns[0];
   if (first === undefined) return [[]];
@@ -75,7 +75,7 @@ export function aligned(columns: readonly { xs: readonly number[]; values: reado
   return [xs, ...rows];
 }
 
-/** Which of growing numbers is nearest to `x`; -1 where there are none. */
+/** Index of the ascending number nearest to `x`; -1 for an empty list. */
 export function nearest(xs: readonly number[], x: number): number {
   let low = 0;
   let high = xs.length - 1;
@@ -88,7 +88,7 @@ export function nearest(xs: readonly number[], x: number): number {
   return xs.length === 0 ? -1 : low;
 }
 
-/** The value at the point nearest to `x`, as long as the curve is there. */
+/** The value at the point nearest to `x`; null outside the curve. */
 export function valueAt(points: { xs: readonly number[]; values: readonly (number | null)[] }, x: number): number | null {
   const { xs, values } = points;
   const at = nearest(xs, x);
@@ -98,7 +98,7 @@ export function valueAt(points: { xs: readonly number[]; values: readonly (numbe
   return values[at] ?? null;
 }
 
-/** The last one that is a number. */
+/** The last value that is not null. */
 export function lastOf(values: readonly (number | null)[]): number | null {
   return values.findLast((v) => v !== null) ?? null;
 }
@@ -114,7 +114,7 @@ export function parseZoom(text: string | undefined): Zoom | null {
   return to > from && to <= 2 ** 53 ? [from, to] : null;
 }
 
-/** What was chosen on an axis, in steps: a history is read by step. Null where it holds no points at all. */
+/** A selection on an axis in steps, since history is queried by step. Null without points inside. */
 export function stepsOf(curve: Curve, axis: Axis, origin: number | null, from: number, to: number): Zoom | null {
   if (axis === "step") {
     const zoom: Zoom = [Math.max(0, Math.floor(from)), Math.ceil(to)];
@@ -145,7 +145,7 @@ export interface Mark {
   text: string;
 }
 
-/** Failures and completed saves of a run. A save in memory alone is no mark: there may be one every few steps. */
+/** Failures and completed checkpoints of a run. Memory-only checkpoints are not marked: there may be one every few steps. */
 export function marksOf(incidents: readonly Incident[], checkpoints: readonly Checkpoint[]): Mark[] {
   const failures = incidents.filter(isGrave).map((one): Mark => ({
     kind: "incident",
@@ -155,11 +155,11 @@ export function marksOf(incidents: readonly Incident[], checkpoints: readonly Ch
   }));
   const saves = checkpoints
     .filter((one) => one.status === "completed" && one.tiers.some((tier) => tier !== "memory"))
-    .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint of step ${one.step.toLocaleString("en-US")}` }));
+    .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint at step ${one.step.toLocaleString("en-US")}` }));
   return [...saves, ...failures];
 }
 
-/** Where a mark goes; null where that cannot be known. A failure that says no step goes where the curve was at that time. */
+/** Position of a marker; null where unknown. A failure without a step is placed at the step the curve had at that time. */
 export function placeOf(mark: Mark, axis: Axis, origin: number | null, curve: Curve): number | null {
   if (axis === "wall") return mark.at;
   if (axis === "relative") return origin === null ? null : mark.at - origin;
@@ -181,7 +181,7 @@ export function csvOf(rows: readonly (readonly (string | number | null | undefin
   return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
 }
 
-/** Every point of some runs' curves, one a line. */
+/** Every point of the given curves, one per line. */
 export function curvesCsv(runs: readonly { run: string; curves: MetricCurves }[]): string {
   const rows: (string | number | null)[][] = [["run", "metric", "branch", "step", "time", "value", "min", "max"]];
   for (const { run, curves } of runs) {

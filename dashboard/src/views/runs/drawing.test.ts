@@ -5,8 +5,8 @@ import { checkpoint, NOW, recovery } from "../../state/samples";
 import { allSaves, hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
 
 it("a recovery's phases fill its time in their order, and end when it was recorded", () => {
-  const phases = phasesOf(recovery({ phases_s: { load: 0.5, detect: 1, unheard_of: 0.25 }, total_s: 1.75, at: NOW }));
-  expect(phases.map((p) => [p.name, p.from - NOW, p.to - NOW])).toEqual([["detect", -1.75, -0.75], ["load", -0.75, -0.25], ["unheard_of", -0.25, 0]]);
+  const phases = phasesOf(recovery({ phases_s: { load: 0.5, detect: 1, unknown_phase: 0.25 }, total_s: 1.75, at: NOW }));
+  expect(phases.map((p) => [p.name, p.from - NOW, p.to - NOW])).toEqual([["detect", -1.75, -0.75], ["load", -0.75, -0.25], ["unknown_phase", -0.25, 0]]);
 });
 
 it("tiers go from near to far, whatever case they are written in", () => {
@@ -26,7 +26,7 @@ describe("what is under the pointer", () => {
   };
   const row = (n: number) => layout.rowsTop + (n + 0.5) * layout.rowHeight;
 
-  it("time and place are each other's inverse", () => expect(timeAt(layout, xOf(layout, NOW - 33))).toBeCloseTo(NOW - 33));
+  it("timeAt and xOf are inverse", () => expect(timeAt(layout, xOf(layout, NOW - 33))).toBeCloseTo(NOW - 33));
   it("a worker, by name or by row", () => {
     expect(hitAt(layout, data, 10, row(1))).toMatchObject({ kind: "row", workerId: "b" });
     expect(hitAt(layout, data, xOf(layout, NOW - 10), row(0))).toMatchObject({ kind: "row", workerId: "a" });
@@ -37,7 +37,7 @@ describe("what is under the pointer", () => {
   it("nothing below the last row", () => expect(hitAt(layout, data, 500, layout.height - 2)).toBeNull());
 });
 
-it("shows everybody at once, also a thousand", () => {
+it("fits up to a thousand workers", () => {
   for (const rows of [1, 12, 13, 27, 28, 100, 1000]) expect(layoutOf(1000, rows, 0, 1).height).toBeLessThanOrEqual(560);
   const crowd = layoutOf(1000, 1000, NOW - 100, NOW);
   const rows = Array.from({ length: 1000 }, (_, n) => ({ workerId: `w${n}`, spans: [] }));
@@ -45,7 +45,7 @@ it("shows everybody at once, also a thousand", () => {
   expect(hitAt(crowd, data, 500, crowd.rowsTop + 700.5 * crowd.rowHeight)).toMatchObject({ kind: "row", workerId: "w700" });
 });
 
-it("time axes have round marks, as many as there is space for", () => {
+it("time axes have round ticks, as many as fit", () => {
   expect(timeTicks(100, 220, 500)).toEqual([100, 120, 140, 160, 180, 200, 220]);
   for (const span of [3, 47, 600, 86_400, 9e6]) {
     const ticks = timeTicks(NOW, NOW + span, 700);
@@ -54,7 +54,7 @@ it("time axes have round marks, as many as there is space for", () => {
   }
 });
 
-it("the timeline has all saves of its range: those the stream keeps, and those that were asked for; removed ones stay away", () => {
+it("the timeline merges streamed and fetched checkpoints, without removed ones", () => {
   const save = (id: string, at: number) => checkpoint({ id, created_at: at });
   const recent = [save("new", NOW), save("old", NOW - 100)];
   expect(allSaves(recent, [save("old", NOW - 100), save("removed", NOW - 50), save("older", NOW - 900)]).map((c) => c.id)).toEqual(["new", "old", "older"]);

@@ -1,4 +1,4 @@
-/** The run timeline: where everything goes and how it is drawn. No React, no clock; colours come from the tokens. */
+/** Layout and drawing of the run timeline. No React, no clock; colours come from the tokens. */
 
 import type { Checkpoint, Recovery } from "../../api/types";
 import { RIGHT } from "../../components/Chart";
@@ -13,19 +13,19 @@ const TOP = 22;
 const SAVES = 46;
 const RECOVERIES = 22;
 const BOTTOM = 24;
-/** However many workers there are, they are seen all at once. */
+/** Maximum height of all rows together, so that every worker is visible. */
 const ROWS_MOST = 440;
-/** Of a thousand workers, the one that is lost must be seen too. */
-const GONE_LEAST = 2;
+/** A lost worker stays visible among a thousand. */
+const LOST_MIN_PX = 2;
 const RUNG_W = 9;
 const RUNG_H = 8;
 const RUNG = RUNG_H + 3;
-/** A recovery of a fifth of a second must be seen too. */
+/** Very short recoveries stay visible. */
 const SURVIVOR_W = 8;
 
 export const PHASE_COLORS: Record<string, string> = { detect: "bad", abort: "warn", regroup: "busy", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
 
-/** Near to far. A tier nobody has named comes last. */
+/** Near to far. Unknown tiers come last. */
 const TIER_ORDER = ["memory", "local", "nvme", "disk", "s3", "gcs", "azure"];
 
 export interface TimelineData {
@@ -56,11 +56,11 @@ export function tiersOf(checkpoints: readonly Checkpoint[]): string[] {
   return [...found].sort((a, b) => place(a) - place(b) || a.localeCompare(b));
 }
 
-/** What the stream knows is newer than what was asked for; what it does not reach back to is added. Newest first. */
+/** Checkpoints from the stream, plus older fetched ones. Newest first. */
 export function allSaves(recent: readonly Checkpoint[], asked: readonly Checkpoint[]): Checkpoint[] {
   const known = new Set(recent.map((c) => c.id));
   const oldest = recent.at(-1)?.created_at ?? Number.POSITIVE_INFINITY;
-  // One that the stream once had and has no longer was removed.
+  // A fetched one within the stream's range but not in it was removed.
   return [...recent, ...asked.filter((c) => !known.has(c.id) && c.created_at <= oldest)];
 }
 
@@ -78,7 +78,7 @@ export function timeAt(layout: Layout, x: number): number {
   return layout.from + ((x - GUTTER) / (layout.width - GUTTER - RIGHT)) * (layout.to - layout.from);
 }
 
-/** A recovery's phases as stretches of time; the last one ends when it was recorded. */
+/** Phases of a recovery as time ranges; the last one ends when it was recorded. */
 export function phasesOf(recovery: Recovery): { name: string; from: number; to: number }[] {
   const known = PHASES.filter((p) => p in recovery.phases_s);
   const others = Object.keys(recovery.phases_s).filter((p) => !(PHASES as readonly string[]).includes(p));
@@ -181,7 +181,7 @@ function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: Timeline
   });
 }
 
-/** The end of a name tells workers apart; its beginning is what they share. */
+/** Truncates at the start: workers share their prefix. */
 function shorten(ctx: CanvasRenderingContext2D, text: string, widthPx: number): string {
   if (ctx.measureText(text).width <= widthPx) return text;
   let cut = 1;
@@ -205,7 +205,7 @@ function drawSpan(ctx: CanvasRenderingContext2D, layout: Layout, span: Span, row
   if (to <= GUTTER || from > layout.width) return;
   const isUp = span.kind === "up";
   const y = layout.rowsTop + row * rowHeight + pad;
-  const h = Math.max(isUp ? 0 : GONE_LEAST, rowHeight - 2 * pad);
+  const h = Math.max(isUp ? 0 : LOST_MIN_PX, rowHeight - 2 * pad);
   const w = Math.max(1.5, to - from);
   ctx.fillStyle = colorOf(isUp ? "good" : "bad");
   ctx.globalAlpha = isUp ? 0.28 : h < 4 ? 0.7 : 0.16;
@@ -216,7 +216,7 @@ function drawSpan(ctx: CanvasRenderingContext2D, layout: Layout, span: Span, row
   ctx.globalAlpha = 1;
 }
 
-/** Lost must be seen without colour too. */
+/** Marks lost workers without relying on colour. */
 function hatch(ctx: CanvasRenderingContext2D, x: number, y: number, w: number, h: number): void {
   ctx.save();
   ctx.beginPath();
@@ -261,7 +261,7 @@ function drawRecoveries(ctx: CanvasRenderingContext2D, layout: Layout, data: Tim
   }
 }
 
-/** Two dots and a line between them, on the rows of those whose processes were there before and after. */
+/** Two connected dots on the rows of processes that survived the recovery. */
 function drawSurvivors(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData, recovery: Recovery, left: number, right: number): void {
   if (recovery.survived === 0 || layout.rowHeight < 9) return;
   const middle = (left + right) / 2;

@@ -7,18 +7,18 @@ const summary = (name: string, value: number): MetricSummary => ({ name, count: 
 const parts = [...PERCENTS.map((p) => summary(`grads#q${p}`, p)), ...["mean", "std", "count"].map((rest) => summary(`grads#${rest}`, 1))];
 
 describe("histograms", () => {
-  it("are one metric each, beside those that are numbers", () => {
+  it("are one metric each, beside scalars", () => {
     const found = folded([summary("loss", 2), ...parts]);
     expect(found.map((m) => m.name)).toEqual(["loss", "grads#"]);
     expect(found[1]).toMatchObject({ last: 50, min: -1, max: 101 });
     expect([label("grads#"), isHistogram("grads#"), isHistogram("loss")]).toEqual(["grads", true, false]);
   });
 
-  it("are left as they are where a part is missing", () => {
+  it("are not folded where a part is missing", () => {
     expect(folded(parts.slice(1))).toHaveLength(parts.length - 1);
   });
 
-  it("are a fan of ranges, of which no spike is lost", () => {
+  it("are a fan of ranges that keeps spikes", () => {
     const curves = partsOf("grads#").map((name, i): MetricCurves => {
       const q = PERCENTS[i] ?? 0;
       return { name, committed: { steps: [1], times: [1], values: [q], low: [q - 5], high: [q + 5] }, abandoned: [] };
@@ -28,7 +28,7 @@ describe("histograms", () => {
     expect(fanOf(spread).map((c) => [c.low[0], c.high[0]])).toEqual([[5, 95], [25, 75]]);
   });
 
-  it("have a shape whose parts are all the values between the first and the last hundredth", () => {
+  it("have a shape of all values between the 1st and 99th percentile", () => {
     const shape = shapeOf(PERCENTS.map((p) => p), 10);
     expect(shape).toMatchObject({ from: 1, to: 99 });
     expect(shape?.bars.reduce((a, b) => a + b, 0)).toBeCloseTo(0.98);

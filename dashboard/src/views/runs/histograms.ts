@@ -1,6 +1,6 @@
 /**
- * Histograms: kept as the quantiles of what was logged, each a metric of its own (`grads#q50`); here they are one metric, called
- * `grads#`. Pure.
+ * Histograms: stored as quantiles, each a metric of its own (`grads#q50`); combined here into one metric named `grads#`.
+ * Pure.
  */
 
 import type { Curve, MetricCurves, MetricSummary } from "../../api/types";
@@ -10,25 +10,25 @@ export const PERCENTS = [0, 1, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95
 const REST = ["mean", "std", "count"];
 
 export const isHistogram = (name: string) => name.endsWith(MARK);
-/** As people call it. */
+/** The display name. */
 export const label = (name: string) => (isHistogram(name) ? name.slice(0, -MARK.length) : name);
 export const partsOf = (name: string) => PERCENTS.map((percent) => `${name}q${percent}`);
 
-/** One metric for all parts of a histogram: its median, from the least to the greatest of all values. */
+/** One metric for all parts of a histogram: its median, with the overall min and max. */
 export function folded(metrics: readonly MetricSummary[]): MetricSummary[] {
   const known = new Map(metrics.map((m) => [m.name, m]));
   const stems = metrics.filter((m) => m.name.endsWith(`${MARK}q0`)).map((m) => m.name.slice(0, -2));
-  const whole = stems.filter((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)].every((part) => known.has(part)));
-  const taken = new Set(whole.flatMap((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)]));
-  const made = whole.flatMap((stem): MetricSummary[] => {
+  const complete = stems.filter((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)].every((part) => known.has(part)));
+  const taken = new Set(complete.flatMap((stem) => [...partsOf(stem), ...REST.map((rest) => stem + rest)]));
+  const merged = complete.flatMap((stem): MetricSummary[] => {
     const [median, low, high] = [known.get(`${stem}q50`), known.get(`${stem}q0`), known.get(`${stem}q100`)];
     return median ? [{ ...median, name: stem, min: low?.min ?? null, max: high?.max ?? null }] : [];
   });
-  return [...metrics.filter((m) => !taken.has(m.name)), ...made];
+  return [...metrics.filter((m) => !taken.has(m.name)), ...merged];
 }
 
 export interface Spread extends MetricCurves {
-  /** The quantiles over the steps, as `PERCENTS`; none where the metric is a number. */
+  /** Quantile curves in the order of `PERCENTS`; none for a scalar metric. */
   quantiles?: readonly Curve[];
 }
 
@@ -62,11 +62,11 @@ export function fanOf(spread: Spread): Curve[] {
 export interface Shape {
   from: number;
   to: number;
-  /** Share of the values in equal parts of the range. */
+  /** Share of the values per bin. */
   bars: number[];
 }
 
-/** How values with these quantiles lie between the first and the last hundredth of them; null where that is not known. */
+/** Histogram between the 1st and 99th percentile from these quantiles; null where incomplete. */
 export function shapeOf(quantiles: readonly (number | null | undefined)[], bars = 48): Shape | null {
   const known = quantiles.filter((q): q is number => q !== null && q !== undefined);
   if (known.length < PERCENTS.length) return null;

@@ -1,4 +1,4 @@
-/** What the coordinator remembers of a run: its curves from before this page was opened, and where its time went. */
+/** A run's history from the coordinator: curves from before this page was opened, and goodput. */
 
 import { useQuery } from "@tanstack/react-query";
 import { useEffect } from "react";
@@ -8,7 +8,7 @@ import type { Goodput, History } from "../../api/types";
 import { runHistory } from "../../state/series";
 import { dispatch } from "../../state/store";
 
-/** Asks once for the curves of a run; they join those the page draws itself. */
+/** Fetches the history of a run once and merges it with the points seen on this page. */
 export function useRunHistory(job: string | undefined): void {
   const { data } = useQuery({
     queryKey: ["history", job],

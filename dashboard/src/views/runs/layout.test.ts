@@ -6,7 +6,7 @@ import { EMPTY, load, moved, panelsOf, PANELS_SHOWN, parsed, save, togglePin, us
 const NAMES = ["lr", "system/cpu_percent", "eval/loss", "loss", "accuracy"];
 
 describe("panels", () => {
-  it("begin with the loss and end with the machine", () => {
+  it("start with the loss and end with system metrics", () => {
     expect(usualOrder(NAMES)).toEqual(["loss", "eval/loss", "accuracy", "lr", "system/cpu_percent"]);
     expect(panelsOf(NAMES, EMPTY)).toEqual(usualOrder(NAMES));
   });
@@ -21,7 +21,7 @@ describe("panels", () => {
     expect(togglePin(pinned, "accuracy").pinned).toEqual([]);
   });
 
-  it("move to where another one is, and pinned ones among themselves", () => {
+  it("move to the position of another, pinned ones among themselves", () => {
     const shown = panelsOf(NAMES, EMPTY);
     const after = moved(EMPTY, shown, "lr", "loss");
     expect(panelsOf(NAMES, after)).toEqual(["lr", "loss", "eval/loss", "accuracy", "system/cpu_percent"]);
@@ -33,14 +33,14 @@ describe("panels", () => {
     expect(moved(pinned, panelsOf(NAMES, pinned), "lr", "accuracy")).toBe(pinned);
   });
 
-  it("are not more than a page can hold, unless asked for", () => {
+  it("are limited per page, unless requested", () => {
     const many = Array.from({ length: 500 }, (_, i) => `m${i}`);
     expect(panelsOf(many, EMPTY)).toHaveLength(PANELS_SHOWN);
     expect(panelsOf(many, withPanel(EMPTY, "m499"))[0]).toBe("m499");
   });
 });
 
-describe("what the browser keeps", () => {
+describe("the stored layout", () => {
   beforeEach(() => localStorage.clear());
 
   it("is for all runs, or for one", () => {
@@ -54,7 +54,7 @@ describe("what the browser keeps", () => {
     expect(load("a").scope).toBe("all");
   });
 
-  it("is not believed when it is damaged", () => {
+  it("is ignored when invalid", () => {
     expect(parsed("{")).toBeNull();
     expect(parsed("5")).toBeNull();
     expect(parsed('{"order": [1, "a"], "pinned": "x"}')).toEqual({ order: ["a"], removed: [], pinned: [] });

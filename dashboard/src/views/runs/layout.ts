@@ -1,22 +1,22 @@
-/** Which metrics have a panel, in which order, and which are pinned: kept by the browser, for all runs or for one. Pure but for `load` and `save`. */
+/** Panel layout: visible metrics, order and pins, stored in the browser for all runs or for one. Pure except `load` and `save`. */
 
 import { store, stored } from "../../mode";
 
 export interface Layout {
-  /** Panels somebody has placed, in their order. Metrics that come later follow in their usual order. */
+  /** Manually placed panels, in order. Other metrics follow in the usual order. */
   order: string[];
   removed: string[];
-  /** First, and on the overview of the run. */
+  /** Shown first, and on the overview of the run. */
   pinned: string[];
 }
 
 export const EMPTY: Layout = { order: [], removed: [], pinned: [] };
-/** More panels are there only when they were asked for. */
+/** More panels are shown only on request. */
 export const PANELS_SHOWN = 60;
 const NAMES_KEPT = 500;
 const KEY = "strata.panels";
 
-/** What people look at first comes first; what the machine did comes last. */
+/** Loss first, system metrics last. */
 export function usualOrder(names: readonly string[]): string[] {
   const weight = (name: string) => (/^(train[/_.-])?loss$/i.test(name) ? 0 : /loss/i.test(name) ? 1 : name.startsWith("system/") ? 3 : 2);
   return [...names].sort((a, b) => weight(a) - weight(b) || a.localeCompare(b, "en", { numeric: true }));
@@ -45,7 +45,7 @@ export function togglePin(layout: Layout, name: string): Layout {
   return { ...layout, pinned: isPinned ? layout.pinned.filter((n) => n !== name) : [...layout.pinned, name] };
 }
 
-/** `name` comes to the place that `target` has in the list shown; a pinned one stays among the pinned. */
+/** Moves `name` to the position of `target`; a pinned panel stays among the pinned. */
 export function moved(layout: Layout, shown: readonly string[], name: string, target: string): Layout {
   const isPinned = layout.pinned.includes(name);
   if (name === target || isPinned !== layout.pinned.includes(target)) return layout;
@@ -57,7 +57,7 @@ export function moved(layout: Layout, shown: readonly string[], name: string, ta
   return isPinned ? { ...layout, pinned: next } : { ...layout, order: next };
 }
 
-// --- kept -------------------------------------------------------------------------------------------------------
+// --- stored ----------------------------------------------------------------------------------------------------
 
 export type Scope = "all" | "run";
 
@@ -70,7 +70,7 @@ export function save(run: string, scope: Scope, layout: Layout | null): void {
   store(scope === "run" ? `${KEY}:${run}` : KEY, layout === null ? null : JSON.stringify(layout));
 }
 
-/** Somebody may have edited it, or an earlier version has written it. */
+/** It may be edited by hand or written by an earlier version. */
 export function parsed(text: string | null): Layout | null {
   try {
     const found = JSON.parse(text ?? "null") as Partial<Record<keyof Layout, unknown>> | null;

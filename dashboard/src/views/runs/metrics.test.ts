@@ -6,8 +6,8 @@ import { curveOf } from "./metrics";
 
 afterEach(() => setTransport(httpTransport));
 
-describe("curves that are asked for together", () => {
-  it("are one request, ten at most, and each gets its own", async () => {
+describe("curves requested together", () => {
+  it("share one request for at most ten names", async () => {
     const asked: [string, Call][] = [];
     setTransport(async (path, call) => {
       asked.push([path, call]);
@@ -25,7 +25,7 @@ describe("curves that are asked for together", () => {
     ]);
   });
 
-  it("fail together, and are asked for again the next time", async () => {
+  it("fail together, and are requested again the next time", async () => {
     let fails = true;
     setTransport(async () => {
       if (fails) throw new Error("away");
@@ -37,6 +37,6 @@ describe("curves that are asked for together", () => {
   });
 });
 
-it("a list in a query is given once for each value", () => {
+it("a list in a query becomes one parameter per value", () => {
   expect(withQuery("/x", { name: ["a", "b c"], points: 5 })).toBe("/x?name=a&name=b+c&points=5");
 });

@@ -1,6 +1,6 @@
 /**
- * What a run has logged, asked for as it is looked at: a summary of all metrics, and the curves of those in view. Panels that
- * come into view together are one request.
+ * Logged metrics of a run, fetched on demand: a summary of all metrics, and the curves of those in view. Panels that come
+ * into view together share one request.
  */
 
 import { useQueries, useQuery, useQueryClient, type UseQueryResult } from "@tanstack/react-query";
@@ -12,14 +12,14 @@ import { NO_CURVE, within, type Zoom } from "./curves";
 import { folded, isHistogram, partsOf, spreadOf, type Spread } from "./histograms";
 import { useStore } from "../../state/store";
 
-const AGAIN_MS = 5_000;
+const REFETCH_MS = 5_000;
 const GATHER_MS = 0;
-/** Of one request: the first panels need not wait for the last ones. */
+/** Names per request: the first panels do not wait for the last ones. */
 const NAMES_AT_ONCE = 10;
 
 const path = (run: string) => `/runs/${encodeURIComponent(run)}`;
 
-/** A run that has logged nothing is no failure. */
+/** A run without logged metrics is not an error. */
 async function unlessUnknown<T>(asked: Promise<T>): Promise<T | null> {
   return asked.catch((error: unknown) => {
     if (error instanceof ApiError && error.status === 404) return null;
@@ -29,13 +29,13 @@ async function unlessUnknown<T>(asked: Promise<T>): Promise<T | null> {
 
 const RUNS_LISTED = 500;
 
-/** Runs that have logged something, the latest first. */
+/** Runs with logged metrics, newest first. */
 export function useLoggedRuns(): readonly LoggedRun[] | undefined {
-  const isBound = useStore((state) => state.session?.job_id != null); // The list is that of the whole cluster.
-  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: AGAIN_MS, enabled: !isBound }).data;
+  const isBound = useStore((state) => state.session?.job_id != null); // The list covers the whole cluster.
+  return useQuery({ queryKey: ["runs"], queryFn: ({ signal }) => get<LoggedRun[]>("/runs", { limit: RUNS_LISTED }, signal), refetchInterval: REFETCH_MS, enabled: !isBound }).data;
 }
 
-/** Whether a run, or a job's latest, has logged something; undefined while that is not known. Who asks for one that has not is refused. */
+/** Whether a run, or a job's latest, has logged metrics; undefined while unknown. Avoids requests that would return 404. */
 export function useIsLogged(id: string): boolean | undefined {
   const runs = useLoggedRuns();
   return runs && (runs.length >= RUNS_LISTED || runs.some((one) => one.run === id || one.jobs.includes(id)));
@@ -45,7 +45,7 @@ export function metricsQuery(run: string, live: boolean) {
   return {
     queryKey: ["run", run, "metrics"] as const,
     queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunMetrics>(`${path(run)}/metrics`, undefined, signal).then((found) => ({ ...found, metrics: folded(found.metrics) }))),
-    refetchInterval: live ? AGAIN_MS : (false as const),
+    refetchInterval: live ? REFETCH_MS : (false as const),
   };
 }
 
@@ -53,11 +53,11 @@ export function infoQuery(run: string) {
   return {
     queryKey: ["run", run, "info"] as const,
     queryFn: ({ signal }: { signal: AbortSignal }) => unlessUnknown(get<RunInfo>(path(run), undefined, signal)),
-    refetchInterval: AGAIN_MS * 3,
+    refetchInterval: REFETCH_MS * 3,
   };
 }
 
-/** Null: it has logged nothing. Undefined: not known yet. */
+/** Null: nothing logged. Undefined: not known yet. */
 export function useRunMetrics(run: string, isLogged: boolean | undefined, live: boolean): { data: RunMetrics | null | undefined; error: unknown } {
   const found = useQuery({ ...metricsQuery(run, live), enabled: isLogged === true });
   return isLogged === false ? NOT_LOGGED : found;
@@ -72,7 +72,7 @@ const NOT_LOGGED = { data: null, error: null };
 
 /** Newest first. */
 export function useIncidents(job: string | null): readonly Incident[] {
-  const { data } = useQuery({ queryKey: ["incidents", job], queryFn: ({ signal }) => get<Incident[]>("/incidents", { run: job }, signal), refetchInterval: AGAIN_MS, enabled: job !== null });
+  const { data } = useQuery({ queryKey: ["incidents", job], queryFn: ({ signal }) => get<Incident[]>("/incidents", { run: job }, signal), refetchInterval: REFETCH_MS, enabled: job !== null });
   return data ?? NONE;
 }
 
@@ -93,22 +93,22 @@ export async function curveOf(run: string, name: string, zoom: Zoom | null, poin
   return spreadOf(name, await Promise.all(partsOf(name).map((part) => numberOf(run, part, zoom, points))));
 }
 
-/** Those asked for within a moment, in the same range, travel together. */
+/** Requests for the same range in the same tick are batched. */
 async function numberOf(run: string, name: string, zoom: Zoom | null, points: number): Promise<MetricCurves> {
   const key = JSON.stringify([run, zoom, points]);
   let request = gathering.get(key);
   if (!request || request.names.length >= NAMES_AT_ONCE) {
     const names: string[] = [];
-    const made: Request = {
+    const created: Request = {
       names,
       answer: new Promise((resolve) => setTimeout(resolve, GATHER_MS)).then(async () => {
-        if (gathering.get(key) === made) gathering.delete(key);
+        if (gathering.get(key) === created) gathering.delete(key);
         const found = await get<RunCurves>(`${path(run)}/metrics/series`, { name: names, points, from: zoom?.[0], to: zoom?.[1] });
         return new Map(found.series.map((each) => [each.name, each]));
       }),
     };
-    request = made;
-    gathering.set(key, made);
+    request = created;
+    gathering.set(key, created);
   }
   if (!request.names.includes(name)) request.names.push(name);
   const found = (await request.answer).get(name);
@@ -119,21 +119,21 @@ function curveQuery(run: string, name: string, zoom: Zoom | null, points: number
   return { queryKey: ["curve", run, name, zoom, points] as const, queryFn: () => curveOf(run, name, zoom, points) };
 }
 
-/** One metric of several runs, in their order. A curve as it was stays until the one of another range is there. */
+/** One metric of several runs, in their order. The previous curve stays until the new range is loaded. */
 export function useCurves(runs: readonly { id: string; live: boolean }[], name: string, ask: { zoom: Zoom | null; points: number; enabled: boolean }) {
   const seen = useRef(new Map<string, Spread>());
   const found = useQueries({
     queries: runs.map((run) => ({
       ...curveQuery(run.id, name, ask.zoom, ask.points),
       enabled: ask.enabled,
-      refetchInterval: run.live ? AGAIN_MS : (false as const),
+      refetchInterval: run.live ? REFETCH_MS : (false as const),
       staleTime: run.live ? 2_000 : 60_000,
       gcTime: 60_000,
       placeholderData: (previous: Spread | undefined) => finerOf(run.id, name, ask.zoom, ask.points) ?? previous ?? seen.current.get(run.id),
     })),
     combine,
   });
-  // Not every change hands the previous ones over, and a plot without points would be taken down.
+  // Not every change passes the previous data on, and a plot without points would unmount.
   found.curves.forEach((each, i) => { const run = runs[i]; if (each && run) seen.current.set(run.id, each); });
   return found;
 }
@@ -147,27 +147,27 @@ function combine(results: UseQueryResult<Spread>[]) {
   };
 }
 
-// --- ahead of a zoom --------------------------------------------------------------------------------------------
+// --- zoom prefetch ----------------------------------------------------------------------------------------------
 
-/** Of a metric in view: so many points of what is shown that a part of it needs no request to be drawn. */
+/** Prefetched points per metric in view, so that a zoom needs no request. */
 const AHEAD_POINTS = 2_500;
 const AHEAD_KEPT = 40;
 const AHEAD_FRESH_MS = 60_000;
-/** Of the points that a plot has place for: with fewer, it waits for better ones. */
+/** Share of the points a plot has space for; with fewer it waits for the request. */
 const ENOUGH = 0.6;
 
 interface Ahead {
   zoom: Zoom | null;
   at: number;
-  /** The latest that has come, and of which range it is. */
+  /** The latest response and its range. */
   found: { zoom: Zoom | null; curves: Spread } | null;
 }
 
 const ahead = new Map<string, Ahead>();
-/** Curves cut out of what was there already. */
+/** Curves cut from prefetched data. */
 const areFine = new WeakSet<object>();
 
-/** Ask for what a zoom into this range will need. Whatever comes of it is only the sooner there. */
+/** Prefetches what a zoom into this range will need. */
 export function lookAhead(run: string, name: string, zoom: Zoom | null): void {
   const key = JSON.stringify([run, name]);
   const before = ahead.get(key);
@@ -179,7 +179,7 @@ export function lookAhead(run: string, name: string, zoom: Zoom | null): void {
   curveOf(run, name, zoom, AHEAD_POINTS).then((curves) => { mine.found = { zoom, curves }; }, () => ahead.delete(key));
 }
 
-/** The curve of a range, where enough points of it are there. */
+/** The curve of a range, where enough points are prefetched. */
 export function finerOf(run: string, name: string, zoom: Zoom | null, points: number): Spread | undefined {
   const there = zoom && ahead.get(JSON.stringify([run, name]))?.found;
   if (!there || (there.zoom && (there.zoom[0] > zoom[0] || there.zoom[1] < zoom[1]))) return undefined;
@@ -191,7 +191,7 @@ export function finerOf(run: string, name: string, zoom: Zoom | null, points: nu
   return found;
 }
 
-/** As many points as the coordinator gives at once, for a file. */
+/** As many points as the coordinator returns at once, for an export. */
 export function useFullCurve(): (run: string, name: string, zoom: Zoom | null) => Promise<MetricCurves> {
   const queries = useQueryClient();
   return useCallback((run, name, zoom) => queries.fetchQuery({ ...curveQuery(run, name, zoom, 10_000), gcTime: 0 }), [queries]);

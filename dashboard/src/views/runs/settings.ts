@@ -1,4 +1,4 @@
-/** How charts of metrics are drawn. It is in the address, so that a link shows the same. */
+/** Chart settings. They are in the URL, so that a link shows the same. */
 
 import { useCallback, useMemo } from "react";
 
@@ -12,8 +12,8 @@ export interface Settings {
   smooth: number;
   marks: boolean;
   zoom: Zoom | null;
-  /** Only metrics with this in their names. */
-  words: string;
+  /** Filter on metric names. */
+  query: string;
 }
 
 export function settingsOf(search: Search): Settings {
@@ -24,7 +24,7 @@ export function settingsOf(search: Search): Settings {
     smooth: smooth > 0 && smooth < 1 ? smooth : 0,
     marks: search["marks"] !== "0",
     zoom: parseZoom(search["zoom"]),
-    words: search["q"] ?? "",
+    query: search["q"] ?? "",
   };
 }
 
@@ -42,8 +42,8 @@ export function useSettings(): [Settings, Change] {
       if (next.smooth !== undefined) written["smooth"] = next.smooth > 0 ? String(next.smooth) : undefined;
       if (next.marks !== undefined) written["marks"] = next.marks ? undefined : "0";
       if (next.zoom !== undefined) written["zoom"] = next.zoom === null ? undefined : `${next.zoom[0]}-${next.zoom[1]}`;
-      if (next.words !== undefined) written["q"] = next.words || undefined;
-      // Zooming is a place one may want to go back to; moving a slider is not.
+      if (next.query !== undefined) written["q"] = next.query || undefined;
+      // A zoom adds a history entry to go back from; a slider does not.
       set(written, { replace: next.zoom === undefined });
     },
     [set],
@@ -51,8 +51,8 @@ export function useSettings(): [Settings, Change] {
   return [settings, change];
 }
 
-/** Names that hold all of the words, in any order. */
-export function matching(names: readonly string[], words: string): string[] {
-  const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+/** Names that contain all parts of the query, in any order. */
+export function matching(names: readonly string[], query: string): string[] {
+  const parts = query.toLowerCase().split(/\s+/).filter(Boolean);
   return names.filter((name) => parts.every((part) => name.toLowerCase().includes(part)));
 }

@@ -1,4 +1,4 @@
-/** Who did what to what, and whether it was allowed; newest first. For admins. */
+/** Audit log: actor, action, target and outcome; newest first. For admins. */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { Download, RefreshCw, ScrollText } from "lucide-react";
@@ -24,12 +24,12 @@ type Row = AuditEntry & { key: string };
 
 const COLUMNS: readonly Column<Row>[] = [
   { id: "at", header: "Time", cell: (entry) => <Time at={entry.at} />, width: "136px" },
-  { id: "who", header: "Who", cell: (entry) => <Name>{entry.who}</Name>, width: "minmax(9rem, 1.2fr)" },
+  { id: "who", header: "Actor", cell: (entry) => <Name>{entry.who}</Name>, width: "minmax(9rem, 1.2fr)" },
   { id: "role", header: "Role", cell: (entry) => entry.role || "–", width: "80px" },
   { id: "outcome", header: "Outcome", cell: (entry) => <Status value={entry.outcome} title={entry.reason} />, width: "100px" },
   { id: "action", header: "Action", cell: (entry) => <Name mono>{entry.count > 1 ? `${entry.action} ×${count(entry.count)}` : entry.action}</Name>, width: "minmax(13rem, 2fr)" },
   { id: "target", header: "Target", cell: (entry) => <Name>{entry.target}</Name>, width: "minmax(7rem, 1fr)" },
-  { id: "client", header: "From", cell: (entry) => <Name>{entry.client}</Name>, width: "minmax(6rem, 0.7fr)" },
+  { id: "client", header: "Client", cell: (entry) => <Name>{entry.client}</Name>, width: "minmax(6rem, 0.7fr)" },
   { id: "reason", header: "Reason", cell: (entry) => <Name>{entry.reason}</Name>, width: "minmax(10rem, 1.5fr)" },
 ];
 
@@ -57,25 +57,25 @@ export function AuditLog() {
       flush
     >
       <div className="flex flex-col gap-3 px-4 pb-3">
-        <Input type="search" data-search aria-label="Search audit log" placeholder="Who, action, target, reason" className="w-full sm:w-80" maxLength={256} value={text} onChange={(event) => setFilters({ audit: event.target.value || undefined }, { replace: true })} />
+        <Input type="search" data-search aria-label="Search audit log" placeholder="Actor, action, target, reason" className="w-full sm:w-80" maxLength={256} value={text} onChange={(event) => setFilters({ audit: event.target.value || undefined }, { replace: true })} />
         {exporting.isError && <ErrorNote error={exporting.error} onRetry={() => exporting.mutate()} />}
         {entries.isError && <ErrorNote error={entries.error} onRetry={() => void entries.refetch()} />}
         {entries.isPending && <Loading rows={5} />}
       </div>
       {entries.data && (
-        <Table label="Audit log" rows={entries.data} columns={COLUMNS} rowId={(entry) => entry.key} rowHeight={34} height={380} empty={<Empty icon={ScrollText} title={asked ? "No matching entries" : "No entries yet"}>Changes, sign-ins and refusals are listed here.</Empty>} />
+        <Table label="Audit log" rows={entries.data} columns={COLUMNS} rowId={(entry) => entry.key} rowHeight={34} height={380} empty={<Empty icon={ScrollText} title={asked ? "No matching entries" : "No entries yet"}>Changes, sign-ins and refused requests appear here.</Empty>} />
       )}
       {isCut && <div className="border-t p-2 text-center"><Button look="ghost" onClick={() => setLimit((before) => Math.min(MOST, before * 5))}>Show older</Button></div>}
     </Card>
   );
 }
 
-/** Entries have no names of their own: each is known by its place from the end. */
+/** Entries have no IDs: the key is the position from the end. */
 function withKeys(entries: AuditEntry[]): Row[] {
   return entries.map((entry, place) => ({ ...entry, key: String(entries.length - place) }));
 }
 
-/** What was typed, once the typing pauses. */
+/** The text, debounced. */
 function useSettled(text: string): string {
   const [settled, settle] = useState(text);
   useEffect(() => {

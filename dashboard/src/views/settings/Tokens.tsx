@@ -1,4 +1,4 @@
-/** Tokens that the coordinator gave out: who holds which role until when; create one, revoke one. For admins. */
+/** Tokens issued by the coordinator: list, create, revoke. For admins. */
 
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { Check, Copy, KeyRound, Plus } from "lucide-react";
@@ -37,13 +37,13 @@ export function Tokens() {
     [],
   );
   return (
-    <Card title="Tokens" hint="not those of the configuration" actions={<Button onClick={() => setCreating(true)}><Plus aria-hidden className="size-4" />Create token</Button>} flush>
+    <Card title="Tokens" hint="without tokens from the configuration" actions={<Button onClick={() => setCreating(true)}><Plus aria-hidden className="size-4" />Create token</Button>} flush>
       {tokens.isPending ? (
         <div className="px-4 pb-4"><Loading /></div>
       ) : tokens.isError ? (
         <ErrorNote error={tokens.error} onRetry={() => void tokens.refetch()} className="m-4" />
       ) : (
-        <Table label="Tokens" rows={tokens.data} columns={columns} rowId={(token) => token.id} height={280} empty={<Empty icon={KeyRound} title="No tokens yet">A token lets a person, a program or a job use the coordinator with one role, until it expires.</Empty>} />
+        <Table label="Tokens" rows={tokens.data} columns={columns} rowId={(token) => token.id} height={280} empty={<Empty icon={KeyRound} title="No tokens yet">A token gives a person, a program or a job one role until it expires.</Empty>} />
       )}
       <Dialog open={creating} onClose={() => setCreating(false)} title="Create token">
         <Create onClose={() => setCreating(false)} />
@@ -61,13 +61,13 @@ function Create(props: { onClose: () => void }) {
   const [expires, setExpires] = useState("30d");
   const work = useMutation({
     mutationFn: () => post<CreatedToken>("/tokens", { name: name.trim(), role, expires, ...(job.trim() ? { job_id: job.trim() } : {}) }),
-    gcTime: 0, // The secret is not kept for longer than it is shown.
+    gcTime: 0, // The secret is not cached.
     onSuccess: () => void tokens.invalidateQueries({ queryKey: KEY }),
   });
   if (work.data) return <Created token={work.data} onClose={props.onClose} />;
   return (
     <form className="flex flex-col gap-4" onSubmit={(event) => { event.preventDefault(); work.mutate(); }}>
-      <Field label="Name" hint="Who or what will use it; the audit log shows it" error={errorOf(work.error, "name")}>
+      <Field label="Name" hint="Who or what uses it; shown in the audit log" error={errorOf(work.error, "name")}>
         {(ids) => <Input {...ids} required maxLength={64} value={name} onChange={(event) => setName(event.target.value)} />}
       </Field>
       <Field label="Role" hint={ABILITIES[role]} error={errorOf(work.error, "role")}>
@@ -106,14 +106,14 @@ function Created(props: { token: CreatedToken; onClose: () => void }) {
       await navigator.clipboard.writeText(token.token);
       setNote("Copied.");
     } catch {
-      // Only pages that came over TLS, or from this machine, may use the clipboard.
+      // The clipboard API needs TLS or localhost.
       setNote("Selected: press Ctrl C to copy.");
     }
   };
   return (
     <div className="flex flex-col gap-4">
       <p><strong className="font-semibold">Copy the token now.</strong> It is not shown again; the coordinator keeps only its digest.</p>
-      <Field label={`Token of ${token.name} (${token.role})`} hint="For programs: set STRATA_TOKEN">
+      <Field label={`Token ${token.name} (${token.role})`} hint="For programs: set STRATA_TOKEN">
         {(ids) => <Input {...ids} ref={field} readOnly className="h-10 font-mono" value={token.token} onFocus={(event) => event.target.select()} />}
       </Field>
       <footer className="flex items-center justify-end gap-2">
@@ -137,7 +137,7 @@ function Revoke(props: { token: Token; onClose: () => void }) {
   });
   return (
     <Confirm open onClose={props.onClose} onConfirm={() => work.mutate()} busy={work.isPending} action="Revoke token" title={`Revoke ${token.name}?`} error={work.isError ? <ErrorNote error={work.error} /> : undefined}>
-      <p>Whoever uses token <code className="font-mono text-sm">{token.id}</code> ({token.role}) is refused from now on, and browsers signed in with it are signed out. This cannot be undone.</p>
+      <p>Requests with token <code className="font-mono text-sm">{token.id}</code> ({token.role}) are refused from now on, and browsers signed in with it are signed out. This cannot be undone.</p>
     </Confirm>
   );
 }

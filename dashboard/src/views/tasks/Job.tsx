@@ -1,4 +1,4 @@
-/** The one job that this browser may see: its task, where its time went, and what it said last. */
+/** The job a session is bound to: task, goodput and latest log lines. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -14,14 +14,14 @@ import { GoodputBar } from "../runs/GoodputBar";
 import { useGoodput } from "../runs/history";
 import { TaskDetails } from "../Tasks";
 
-const AGAIN_MS = 3_000;
+const REFETCH_MS = 3_000;
 
 export function Job(props: { id: string }) {
   const { id } = props;
   const task = useQuery({
     queryKey: ["task", id],
     queryFn: ({ signal }) => get<Task>(`/tasks/${encodeURIComponent(id)}`, {}, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
   });
   const goodput = useGoodput(id);
   return (
@@ -36,7 +36,7 @@ export function Job(props: { id: string }) {
           ) : task.data ? (
             <TaskDetails task={task.data} />
           ) : task.error instanceof ApiError && task.error.status === 404 ? (
-            <Empty icon={ListChecks} title="No task has this name">The job was not started as a task, or has been removed.</Empty>
+            <Empty icon={ListChecks} title="Task not found">The job was not started as a task, or it was removed.</Empty>
           ) : (
             <ErrorNote error={task.error} onRetry={() => void task.refetch()} />
           )}

@@ -1,4 +1,4 @@
-/** The fields of a recipe. What they make is `configOf`'s business. */
+/** The form fields of a recipe; `configOf` builds the configuration. */
 
 import type { ReactNode } from "react";
 
@@ -43,7 +43,7 @@ export function SchemaForm(props: { fields: readonly FormField[]; typed: Typed; 
   );
 }
 
-/** Descriptions put names of settings between back quotes. */
+/** Descriptions mark names of settings with backticks. */
 function withCode(hint: string): ReactNode {
   return hint.split("`").map((part, place) => (place % 2 === 1 ? <code key={place} className="font-mono">{part}</code> : part));
 }

@@ -1,4 +1,4 @@
-/** Start a task: which recipe, on which data, with how many workers, and the recipe's own settings. */
+/** Start a task: recipe, dataset, workers and the recipe's settings. */
 
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { WifiOff } from "lucide-react";
@@ -20,7 +20,7 @@ export function Start(props: { open: boolean; onClose: () => void; onStarted: (t
   return (
     <Dialog open={props.open} onClose={props.onClose} wide title="Start task" description="Runs a recipe with torchrun.">
       {away && !recipes.data ? (
-        <Empty icon={WifiOff} title="Not connected">The coordinator does not answer, so there is nothing to choose from. This page tries again by itself.</Empty>
+        <Empty icon={WifiOff} title="Not connected">The coordinator does not respond. Retrying automatically.</Empty>
       ) : recipes.isPending ? (
         <Loading rows={6} />
       ) : recipes.isError ? (

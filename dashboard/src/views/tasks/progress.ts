@@ -1,8 +1,8 @@
-/** Progress and ETA of a task, as the coordinator reports them, else from its speed so far. Pure. */
+/** Progress and ETA of a task, as reported by the coordinator, else extrapolated. Pure. */
 
 import type { Task } from "../../api/types";
 
-/** Seconds left, or null when nobody can tell. */
+/** ETA in seconds; null where unknown. */
 export function secondsLeft(task: Task, now: number): number | null {
   if (task.status !== "running" || task.stopping) return null;
   if (typeof task.eta_s === "number") return task.eta_s;
@@ -10,7 +10,7 @@ export function secondsLeft(task: Task, now: number): number | null {
   return ((now - task.started_at) / task.progress) * (100 - task.progress);
 }
 
-/** Seconds it has run, or ran. */
+/** Duration in seconds. */
 export function ranFor(task: Task, now: number): number | null {
   return task.started_at === null ? null : (task.completed_at ?? now) - task.started_at;
 }

@@ -1,4 +1,4 @@
-/** A recipe's JSON schema as a form: flat fields, and the configuration that what was typed in them makes. Pure. */
+/** A recipe's JSON Schema as a form: flat fields, and the configuration from their input. Pure. */
 
 export interface JsonSchema {
   type?: string | string[];
@@ -25,14 +25,14 @@ export interface FormField {
   path: string[];
   label: string;
   hint: string;
-  /** `json`: anything the form has no better way for. */
+  /** `json`: anything without a better form control. */
   kind: "text" | "integer" | "number" | "boolean" | "choice" | "json";
   required: boolean;
-  /** What stands in the field at first. */
+  /** Initial text. */
   initial: string;
   choices: string[];
   min?: number | undefined;
-  /** More than this. */
+  /** Exclusive minimum. */
   above?: number | undefined;
   max?: number | undefined;
 }
@@ -59,7 +59,7 @@ function inside(schema: JsonSchema, root: JsonSchema, path: string[], depth: num
   });
 }
 
-/** Follows references, and takes the part that is not null out of a choice with null. */
+/** Follows references, and unwraps `anyOf` with null. */
 function resolved(schema: JsonSchema, root: JsonSchema, depth = 0): [JsonSchema, optional: boolean] {
   if (depth > DEEPEST) return [{}, false];
   if (schema.$ref) {
@@ -93,7 +93,7 @@ function fieldOf(schema: JsonSchema, path: string[], required: boolean): FormFie
     choices.length > 0 ? "choice" : type === "integer" || type === "number" || type === "boolean" ? type : type === "string" ? "text" : "json";
   return {
     path,
-    label: schema.title ?? words(path.at(-1) ?? ""),
+    label: schema.title ?? titleOf(path.at(-1) ?? ""),
     hint: schema.description ?? "",
     kind,
     required,
@@ -111,7 +111,7 @@ function initialOf(value: unknown, kind: FormField["kind"]): string {
   return kind === "json" ? JSON.stringify(value) : String(value);
 }
 
-function words(name: string): string {
+function titleOf(name: string): string {
   const text = name.replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
@@ -120,7 +120,7 @@ export function initially(fields: readonly FormField[]): Typed {
   return Object.fromEntries(fields.map((field) => [keyOf(field), field.initial]));
 }
 
-/** The configuration, and what is wrong by field. Fields left empty, or as they were, are left to the recipe. */
+/** The configuration, and errors by field. Empty and unchanged fields are left to the recipe. */
 export function configOf(fields: readonly FormField[], typed: Typed): { config: Record<string, unknown>; errors: Record<string, string> } {
   const config: Record<string, unknown> = {};
   const errors: Record<string, string> = {};

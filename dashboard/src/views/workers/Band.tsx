@@ -1,4 +1,4 @@
-/** A thousand workers at a glance: how many are how fast, and by name only those that are not as they should be. */
+/** Large fleets: counts by step time, and only the exceptions by name. */
 
 import { count, plural } from "../../format";
 import { useServerNow } from "../../state/store";
@@ -28,9 +28,9 @@ export function Band(props: { paces: readonly Pace[]; selected: string | undefin
     <div className="flex flex-col gap-4">
       <PaceCounts paces={props.paces} />
       <section aria-label="Exceptions" className="flex flex-col gap-2">
-        <h3 className="text-sm font-medium text-muted">{odd.length === 0 ? "No exceptions: nobody is lost, slow or silent." : `${plural(odd.length, "exception")}: lost, slow, silent, or doing something else than most`}</h3>
+        <h3 className="text-sm font-medium text-muted">{odd.length === 0 ? "No exceptions: no worker is lost, slow or late." : `${plural(odd.length, "exception")}: lost, slow, late, or in an unusual state`}</h3>
         {odd.length > 0 && <Heatmap paces={odd.slice(0, NAMED)} color="pace" selected={props.selected} onOpen={props.onOpen} />}
-        {odd.length > NAMED && <p className="text-sm text-faint">and {count(odd.length - NAMED)} more, in the table.</p>}
+        {odd.length > NAMED && <p className="text-sm text-faint">and {count(odd.length - NAMED)} more in the table</p>}
       </section>
     </div>
   );

@@ -1,4 +1,4 @@
-/** Machines that are let go before they are taken away: that of a worker, or some of a run's; and what became of their runs. */
+/** Draining machines, from a worker or from a run, and the outcome for their runs. */
 
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { LogOut, Undo2 } from "lucide-react";
@@ -15,28 +15,27 @@ import { age, plural } from "../../format";
 import { useOnlyJob } from "../../session";
 import type { Run } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
-import { inWords, machinesOf, type Machine } from "./machines";
+import { drainText, machinesOf, type Machine } from "./machines";
 
-const AGAIN_MS = 1_000;
+const REFETCH_MS = 1_000;
 const QUIET_MS = 5_000;
 const WITHIN_S = 120;
 const NONE: Drain[] = [];
-const SAVED = "saves, and continues without it or with a machine that stands by";
-const REFUSED = "is let in again until that is cancelled";
+const REFUSED = "cannot rejoin until the drain is cancelled";
 
-/** Of all machines; nothing is asked for by whoever sees one job alone. */
+/** Drains of all machines; not requested by a session bound to a job. */
 function useDrains(asks = true): Drain[] {
   const enabled = useOnlyJob() === null && asks;
-  return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? AGAIN_MS : QUIET_MS), retry: false }).data ?? NONE;
+  return useQuery({ queryKey: ["drains"], queryFn: ({ signal }) => get<Drain[]>("/drains", {}, signal), enabled, refetchInterval: ({ state }) => (state.data?.some((one) => one.state === "draining") ? REFETCH_MS : QUIET_MS), retry: false }).data ?? NONE;
 }
 
-/** How a drain is asked for: what happens, which machines, and until when. */
+/** Confirmation of a drain: consequences, machines and deadline. */
 function AskDrain(props: { title: string; open: boolean; onClose: () => void; hosts: readonly string[]; children: ReactNode }) {
   const [within, setWithin] = useState(String(WITHIN_S));
   const queries = useQueryClient();
   const start = useMutation({
     mutationFn: async () => {
-      for (const host of props.hosts) await post("/drains", { host, within_s: Number(within), reason: "asked for on the dashboard" });
+      for (const host of props.hosts) await post("/drains", { host, within_s: Number(within), reason: "requested on the dashboard" });
     },
     onSuccess: props.onClose,
     onSettled: () => queries.invalidateQueries({ queryKey: ["drains"] }),
@@ -45,7 +44,7 @@ function AskDrain(props: { title: string; open: boolean; onClose: () => void; ho
   return (
     <Confirm open={props.open} onClose={props.onClose} onConfirm={() => start.mutate()} title={props.title} action="Drain" busy={start.isPending || !valid || props.hosts.length === 0} error={start.error !== null && <ErrorNote error={start.error} />}>
       {props.children}
-      <Field label="Seconds until the machine may be gone" error={valid ? undefined : "Give a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
+      <Field label="Deadline (seconds)" error={valid ? undefined : "Enter a number of seconds."}>{(ids) => <Input {...ids} inputMode="numeric" value={within} onChange={(e) => setWithin(e.target.value)} className="w-32" />}</Field>
     </Confirm>
   );
 }
@@ -59,17 +58,17 @@ export function DrainMachine({ host }: { host: string }) {
     <div>
       <Button needs="operator" unless={boundTo(only)} onClick={() => setAsking(true)}><LogOut aria-hidden className="size-4" />Drain machine</Button>
       <AskDrain open={asking} onClose={() => setAsking(false)} title={`Drain ${host}?`} hosts={[host]}>
-        <p>Each of its runs {SAVED}. None of its agents {REFUSED}.</p>
+        <p>Each of its runs saves, then continues without it or with a standby machine. Its agents {REFUSED}.</p>
       </AskDrain>
     </div>
   );
 }
 
 function boundTo(job: string | null): string | undefined {
-  return job === null ? undefined : `Other runs may be on its machines: you are signed in for ${job} alone.`;
+  return job === null ? undefined : `Not available: you are signed in for job ${job} only, and other runs may use its machines.`;
 }
 
-/** Some machines of a run. */
+/** Drain some machines of a run. */
 export function DrainRun({ run }: { run: Run }) {
   const [asking, setAsking] = useState(false);
   const only = useOnlyJob();
@@ -87,10 +86,10 @@ export function DrainRun({ run }: { run: Run }) {
 }
 
 function refusalOf(run: Run, machines: readonly Machine[], agents: readonly MachineAgents[] | undefined): string | undefined {
-  if (run.alive === 0) return "No worker of this run is alive: there is nothing to drain.";
-  if (agents === undefined) return "Asking which of its machines can be drained …";
+  if (run.alive === 0) return "No workers left: nothing to drain.";
+  if (agents === undefined) return "Checking which machines can be drained …";
   if (machines.some((one) => one.refusal === undefined)) return undefined;
-  return machines.every((one) => one.isDrained) ? "All of its machines are drained." : "Its machines have no agent that is connected to this coordinator, and only agents can be asked to go: start them with strata torchrun --rdzv-endpoint.";
+  return machines.every((one) => one.isDrained) ? "All of its machines are drained." : "No agent of its machines is connected to this coordinator, and a drain needs one: start agents with strata torchrun --rdzv-endpoint.";
 }
 
 function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => void }) {
@@ -109,12 +108,12 @@ function AskRun(props: { run: Run; machines: readonly Machine[]; onClose: () => 
           </label>
         ))}
       </fieldset>
-      <p aria-live="polite">{chosen.length === 0 ? "Choose at least one." : `${inWords(props.run.name, chosen, props.machines)} None of their agents ${REFUSED}.`}</p>
+      <p aria-live="polite">{chosen.length === 0 ? "Select at least one machine." : `${drainText(props.run.name, chosen, props.machines)} Their agents ${REFUSED}.`}</p>
     </AskDrain>
   );
 }
 
-/** What became of machines that this run was asked to leave, as long as they are out of use. */
+/** Drained machines of this run, until they are undrained. */
 export function RunDrains({ run }: { run: Run }) {
   const drains = useDrains();
   const hosts = new Set(run.workers.map((worker) => worker.ip));
@@ -136,14 +135,14 @@ function Outcome({ drain }: { drain: Drain }) {
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-col gap-1">
-        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: it may go in ${age(Math.max(0, drain.deadline - now))}`}</p>
+        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: deadline in ${age(Math.max(0, drain.deadline - now))}`}</p>
         <p className="foreign text-sm text-muted">{drain.reason} ({drain.by})</p>
         <ul className="flex flex-col gap-1 text-sm">
           {drain.handovers.map((one) => <li key={one.run} className="foreign break-words"><span className="font-medium">{one.run}</span>: {one.reason}{one.lost_steps === null ? "" : ` (${plural(one.lost_steps, "step")} lost)`}</li>)}
         </ul>
       </div>
       {cancel.error !== null && <ErrorNote error={cancel.error} />}
-      <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Let it be used again</Button></div>
+      <div><Button needs="operator" disabled={cancel.isPending} onClick={() => cancel.mutate()}><Undo2 aria-hidden className="size-4" />Undrain</Button></div>
     </div>
   );
 }

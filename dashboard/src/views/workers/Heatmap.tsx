@@ -1,4 +1,4 @@
-/** Every worker at once, as one cell each. Smooth at a thousand: a cell draws again only when it looks different. */
+/** One cell per worker. Smooth at a thousand: a cell rerenders only when it looks different. */
 
 import { TriangleAlert } from "lucide-react";
 import { memo, useRef, useState, type CSSProperties, type KeyboardEvent } from "react";
@@ -27,7 +27,7 @@ export function Heatmap(props: { paces: readonly Pace[]; color: HeatmapColor; se
   const open = useRef(props.onOpen);
   open.current = props.onOpen;
 
-  // One stop for the tab key; arrows move inside.
+  // One tab stop; arrow keys move inside.
   const onKeyDown = (event: KeyboardEvent) => {
     const cells = [...(host.current?.children ?? [])] as HTMLElement[];
     const top = cells[0]?.offsetTop;
@@ -66,7 +66,7 @@ export function Heatmap(props: { paces: readonly Pace[]; color: HeatmapColor; se
             of={load.of}
             pace={pace.class}
             ratio={pace.ratio === null ? -1 : Math.round(pace.ratio * 20) / 20}
-            own={size.detail === "tile" ? duration(pace.ownS === null ? null : round(pace.ownS)) : ""}
+            busy={size.detail === "tile" ? duration(pace.busyS === null ? null : round(pace.busyS)) : ""}
             wait={size.detail === "tile" && pace.waitS !== null ? duration(round(pace.waitS)) : ""}
             slow={worker.slow}
             step={size.detail === "tile" ? worker.current_step : 0}
@@ -83,7 +83,7 @@ export function Heatmap(props: { paces: readonly Pace[]; color: HeatmapColor; se
   );
 }
 
-/** Two figures: a cell is drawn again only when it looks different. */
+/** Two significant digits, to avoid rerendering a cell for invisible changes. */
 function round(seconds: number): number {
   return Number(seconds.toPrecision(2));
 }
@@ -92,13 +92,13 @@ interface CellProps {
   id: string;
   name: string;
   status: string;
-  /** Percent; -1 when it is not known. */
+  /** Percent; -1 where unknown. */
   load: number;
   of: "GPU" | "CPU";
   pace: PaceClass;
   /** Over the median; -1 when there is none. */
   ratio: number;
-  own: string;
+  busy: string;
   wait: string;
   slow: boolean;
   step: number;
@@ -141,7 +141,7 @@ const Cell = memo(function Cell(props: CellProps) {
         {props.color === "pace" ? (
           <span className="flex items-center gap-2 text-xs text-muted">
             <span aria-hidden className={`size-2 shrink-0 rounded-full ${pace?.[2] ?? ""}`} />
-            <span className="min-w-0 flex-1 truncate">{props.own === "–" ? "no step time" : `${props.own} own${props.wait ? `, ${props.wait} wait` : ""}`}</span>
+            <span className="min-w-0 flex-1 truncate">{props.busy === "–" ? "no step time" : `${props.busy} busy${props.wait ? `, ${props.wait} wait` : ""}`}</span>
             {props.ratio >= 0 && <span className="shrink-0 text-ink">{props.ratio.toFixed(2)}×</span>}
           </span>
         ) : (
@@ -155,7 +155,7 @@ const Cell = memo(function Cell(props: CellProps) {
   }
   const glyph = look.tone === "good" ? null : <Icon aria-hidden className="size-3" strokeWidth={2.5} />;
   if (byLoad && known) {
-    // The hotter, the fuller: from the page's ground to the accent.
+    // Higher load, stronger accent colour.
     const style: CSSProperties = { background: `color-mix(in oklab, var(--color-accent) ${load}%, var(--color-hover))`, color: load > 55 ? "var(--color-on-accent)" : "var(--color-ink)" };
     return <button {...common} aria-label={label} style={style} className={`grid place-items-center rounded-[4px] text-xs hover:brightness-110 ${props.height} ${ring}`}>{props.height === "h-10" ? Math.round(load) : glyph}</button>;
   }
@@ -166,7 +166,7 @@ const Cell = memo(function Cell(props: CellProps) {
   return <button {...common} aria-label={label} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
 });
 
-/** What the colours mean. */
+/** Legend and status filter. */
 export function Legend(props: { color: HeatmapColor; counts: ReadonlyMap<string, number>; active: string | undefined; onPick: (status: string | undefined) => void }) {
   return (
     <div className="flex flex-wrap items-center gap-x-1 gap-y-1">

@@ -1,4 +1,4 @@
-/** Everything about one worker: is it alive, what is it doing, what does it use, what did it say last. */
+/** Details of one worker: status, resources, history, metrics and latest log lines. */
 
 import { useQuery } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -17,9 +17,9 @@ import { bytes, count, duration, number, percent } from "../../format";
 import { rankOf } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
 import { DrainMachine } from "./Drain";
-import { ownTime } from "./pace";
+import { busyTime } from "./pace";
 
-/** Metrics that only mean something added up over a run: its goodput shows them. */
+/** Counters that are only meaningful summed over a run, where goodput shows them. */
 const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
 
 export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
@@ -34,7 +34,7 @@ export function WorkerDrawer(props: { id: string | undefined; onClose: () => voi
 function Details({ worker }: { worker: Worker }) {
   const measured = Object.entries(worker.metrics).filter(([name, value]) => value !== null && !BOOKKEEPING.test(name)).sort(([a], [b]) => a.localeCompare(b));
   const metadata = Object.entries(worker.metadata);
-  const { ownS, waitS } = ownTime(worker);
+  const { busyS, waitS } = busyTime(worker);
   const task = worker.current_task || worker.metadata["task_id"];
   return (
     <div className="flex flex-col gap-6">
@@ -49,8 +49,8 @@ function Details({ worker }: { worker: Worker }) {
             ["Epoch", count(worker.current_epoch)],
             ["Task", task ? <Link key="t" to="/runs/$job" params={{ job: worker.job_id }} search={{ task }} className="text-accent hover:underline">{task}</Link> : "none"],
             ["Shards", worker.assigned_shards === 0 ? "none" : <Link key="s" to="/data" search={{ worker: worker.id }} className="text-accent hover:underline">{count(worker.assigned_shards)}</Link>],
-            ["Own time of a step", duration(ownS)],
-            ["Waiting for others", duration(waitS)],
+            ["Busy time per step", duration(busyS)],
+            ["Wait time per step", duration(waitS)],
             ["Last heartbeat", <Ago key="h" at={worker.last_heartbeat} />],
             ["Session", worker.connected ? "open" : "closed"],
             ["Joined", <Time key="j" at={worker.joined_at} />],
@@ -80,15 +80,15 @@ function Section(props: { title: string; action?: ReactNode; children: ReactNode
 }
 
 const HISTORY_S = 3_600;
-const AGAIN_MS = 15_000;
+const REFETCH_MS = 15_000;
 
-/** What it used, as the coordinator remembers it: GPUs where it has any, and its steps beside its waiting. */
+/** Resource history: GPUs where it has any, and step and wait time. */
 function WorkerHistory({ worker }: { worker: Worker }) {
   const now = useServerNow();
   const { data } = useQuery({
     queryKey: ["history", "worker", worker.id],
     queryFn: ({ signal }) => get<History>("/metrics/history", { worker_id: worker.id, job_id: worker.job_id }, signal),
-    refetchInterval: AGAIN_MS,
+    refetchInterval: REFETCH_MS,
     retry: false,
   });
   const of = (name: string) => data?.series[name]?.values ?? [];
@@ -105,7 +105,7 @@ function WorkerHistory({ worker }: { worker: Worker }) {
           <Chart {...share} label="GPU memory over the last hour" lines={[{ label: "GPU memory", color: "busy", values: of("gpu_memory"), fill: true }]} format={(v) => bytes(v)} />
         </>
       ) : (
-        <Chart {...share} label="Processor load over the last hour" lines={[{ label: "CPU", color: "accent", values: of("cpu"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
+        <Chart {...share} label="CPU utilization over the last hour" lines={[{ label: "CPU", color: "accent", values: of("cpu"), fill: true }]} unit="%" format={(v) => percent(v).replace(" %", "")} />
       )}
       <Chart {...share} label="Step time over the last hour" lines={[{ label: "step", color: "good", values: of("step_time").map(inMs) }, { label: "waiting", color: "idle", values: of("sync_wait").map(inMs) }]} unit="ms" format={(v) => number(v)} />
     </div>
@@ -129,7 +129,7 @@ function ResourceList({ worker }: { worker: Worker }) {
           <Gauge label={`GPU ${gpu.index} memory`} value={gpu.memory_used_bytes} max={gpu.memory_total_bytes} text={`${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`} />
         </div>
       ))}
-      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network in, machine", bytes(r.network_rx_bytes)], ["Network out, machine", bytes(r.network_tx_bytes)]]} />
+      <Facts columns={2} items={[["Disk read", bytes(r.disk_read_bytes)], ["Disk written", bytes(r.disk_write_bytes)], ["Network in (host)", bytes(r.network_rx_bytes)], ["Network out (host)", bytes(r.network_tx_bytes)]]} />
     </div>
   );
 }

@@ -1,4 +1,4 @@
-/** How busy a worker is, in one number. Pure. */
+/** Load of a worker as one number. Pure. */
 
 import type { Worker } from "../../api/types";
 
@@ -7,7 +7,7 @@ export interface Load {
   of: "GPU" | "CPU";
 }
 
-/** The mean over its GPUs; without any, its processor. */
+/** Mean over its GPUs; without any, CPU. */
 export function loadOf(worker: Worker): Load {
   const gpus = worker.resources?.gpus ?? [];
   if (gpus.length > 0) return { percent: gpus.reduce((sum, g) => sum + g.utilization_percent, 0) / gpus.length, of: "GPU" };
@@ -24,11 +24,11 @@ export function matches(worker: Worker, filter: WorkerFilter): boolean {
   if (filter.status && worker.status !== filter.status) return false;
   if (filter.job && worker.job_id !== filter.job) return false;
   if (!filter.q) return true;
-  const words = filter.q.toLowerCase();
-  return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(words));
+  const query = filter.q.toLowerCase();
+  return [worker.id, worker.ip, worker.job_id, worker.current_task ?? "", ...Object.values(worker.metadata)].some((text) => text.toLowerCase().includes(query));
 }
 
-/** By run, then name: a place that stays when a worker fails and loses its rank. */
+/** By run, then name: a stable order when a worker fails and loses its rank. */
 export function byPlace(a: Worker, b: Worker): number {
   return a.job_id.localeCompare(b.job_id) || a.id.localeCompare(b.id, "en", { numeric: true });
 }

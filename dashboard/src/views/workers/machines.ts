@@ -10,7 +10,7 @@ export interface Machine {
   /** Other runs that have workers there. */
   others: string[];
   isDrained: boolean;
-  /** Why it cannot be asked to go; undefined where it can. */
+  /** Why it cannot be drained; undefined where it can. */
   refusal: string | undefined;
 }
 
@@ -26,19 +26,19 @@ export function machinesOf(run: string, workers: readonly Worker[], agents: read
       workers: there.filter((worker) => worker.job_id === run).length,
       others: [...new Set(there.map((worker) => worker.job_id))].filter((job) => job !== run),
       isDrained: drain !== undefined,
-      refusal: drain !== undefined ? `is ${drain.state}` : connected ? undefined : "no agent is connected",
+      refusal: drain !== undefined ? `is ${drain.state}` : connected ? undefined : "no agent connected",
     };
   });
 }
 
-/** What happens to the run, and to others on the same machines. */
-export function inWords(run: string, chosen: readonly Machine[], all: readonly Machine[]): string {
+/** Consequences for the run, and for others on the same machines. */
+export function drainText(run: string, chosen: readonly Machine[], all: readonly Machine[]): string {
   const stay = all.filter((one) => !one.isDrained && !chosen.includes(one));
   const workers = chosen.reduce((sum, one) => sum + one.workers, 0);
   const leaving = `${plural(workers, "worker")} ${workers === 1 ? "leaves" : "leave"}`;
   const here = stay.length === 0
-    ? `All machines of ${run} go: it saves and ends, unless a machine stands by.`
-    : `${run} saves, ${leaving}, and it continues on ${stay.length === 1 ? stay[0]!.host : plural(stay.length, "machine")}, or with one that stands by.`;
+    ? `All machines of ${run} are drained: it saves and ends, unless a standby machine takes over.`
+    : `${run} saves, ${leaving}, and it continues on ${stay.length === 1 ? stay[0]!.host : plural(stay.length, "machine")} or with a standby machine.`;
   const others = [...new Set(chosen.flatMap((one) => one.others))];
   return others.length === 0 ? here : `${here} Workers of ${others.join(", ")} on the same machines leave too.`;
 }

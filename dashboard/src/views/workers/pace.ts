@@ -1,4 +1,4 @@
-/** Who is slow: each worker's own time of a step beside that of the others of its run. Pure. */
+/** Slow workers: busy time per step relative to the median of the run. Pure. */
 
 import type { Worker } from "../../api/types";
 import { LATE_S } from "../../state/health";
@@ -7,33 +7,33 @@ export type PaceClass = "failed" | "other" | "unknown" | "fast" | "even" | "slow
 
 export interface Pace {
   worker: Worker;
-  /** Seconds of a step that were its own work; null where it reports none. */
-  ownS: number | null;
-  /** Seconds it waited for the others; null where that is not measured. */
+  /** Busy seconds of a step: step time without waiting for others; null where not reported. */
+  busyS: number | null;
+  /** Seconds waiting for others; null where not measured. */
   waitS: number | null;
-  /** Its own time over the median of its run; null where it has none. */
+  /** Busy time relative to the median of its run; null without one. */
   ratio: number | null;
   class: PaceClass;
 }
 
-/** From best to worst, with the words and colours for each. */
+/** From best to worst, with labels and colours. */
 export const PACES: readonly (readonly [PaceClass, string, string])[] = [
   ["fast", "faster than the median", "bg-good"],
   ["even", "at the median", "bg-good/60"],
   ["slow", "over 10 % slower", "bg-warn/70"],
   ["slowest", "over 30 % slower", "bg-bad"],
-  ["other", "not making steps", "bg-busy/60"],
+  ["other", "not training", "bg-busy/60"],
   ["unknown", "no step time", "bg-idle/40"],
   ["failed", "failed", "bg-bad"],
 ];
 
 const WORKING: ReadonlySet<string> = new Set(["training", "checkpointing", "active"]);
 
-export function ownTime(worker: Worker): { ownS: number | null; waitS: number | null } {
+export function busyTime(worker: Worker): { busyS: number | null; waitS: number | null } {
   const stepS = worker.metrics["step_time_s"] ?? null;
   const waitS = worker.metrics["sync_wait_s"] ?? null;
-  if (stepS === null || worker.status === "failed") return { ownS: null, waitS: null };
-  return { ownS: waitS === null ? stepS : Math.max(0, stepS - waitS), waitS };
+  if (stepS === null || worker.status === "failed") return { busyS: null, waitS: null };
+  return { busyS: waitS === null ? stepS : Math.max(0, stepS - waitS), waitS };
 }
 
 function median(values: number[]): number | null {
@@ -44,29 +44,29 @@ function median(values: number[]): number | null {
 }
 
 export function pacesOf(workers: readonly Worker[]): Pace[] {
-  const own = new Map<string, number[]>();
+  const busy = new Map<string, number[]>();
   for (const worker of workers) {
-    const { ownS } = ownTime(worker);
-    if (ownS !== null && WORKING.has(worker.status)) own.set(worker.job_id, [...(own.get(worker.job_id) ?? []), ownS]);
+    const { busyS } = busyTime(worker);
+    if (busyS !== null && WORKING.has(worker.status)) busy.set(worker.job_id, [...(busy.get(worker.job_id) ?? []), busyS]);
   }
-  const medians = new Map([...own].map(([job, values]) => [job, values.length < 2 ? null : median(values)]));
+  const medians = new Map([...busy].map(([job, values]) => [job, values.length < 2 ? null : median(values)]));
   return workers.map((worker) => {
-    const { ownS, waitS } = ownTime(worker);
+    const { busyS, waitS } = busyTime(worker);
     const middle = medians.get(worker.job_id) ?? null;
-    const ratio = ownS === null || middle === null || middle <= 0 ? null : ownS / middle;
-    return { worker, ownS, waitS, ratio, class: classOf(worker, ownS, ratio) };
+    const ratio = busyS === null || middle === null || middle <= 0 ? null : busyS / middle;
+    return { worker, busyS, waitS, ratio, class: classOf(worker, busyS, ratio) };
   });
 }
 
-function classOf(worker: Worker, ownS: number | null, ratio: number | null): PaceClass {
+function classOf(worker: Worker, busyS: number | null, ratio: number | null): PaceClass {
   if (worker.status === "failed") return "failed";
   if (!WORKING.has(worker.status)) return "other";
-  if (ownS === null) return "unknown";
+  if (busyS === null) return "unknown";
   if (ratio === null) return "even";
   return ratio > 1.3 ? "slowest" : ratio > 1.1 ? "slow" : ratio < 0.95 ? "fast" : "even";
 }
 
-/** The slowest first, of runs where there is anybody to compare with. */
+/** Slowest first, of runs with at least two workers. */
 export function slowest(paces: readonly Pace[], most: number): Pace[] {
   return paces
     .filter((p) => p.ratio !== null)
@@ -74,7 +74,7 @@ export function slowest(paces: readonly Pace[], most: number): Pace[] {
     .slice(0, most);
 }
 
-/** Those that are not as they should be: lost, slow, silent, or doing something else than most. */
+/** Workers that are lost, slow, late, or in an unusual state. */
 export function exceptions(paces: readonly Pace[], now: number): Pace[] {
   const counts = new Map<string, number>();
   for (const p of paces) counts.set(p.worker.status, (counts.get(p.worker.status) ?? 0) + 1);
@@ -85,7 +85,7 @@ export function exceptions(paces: readonly Pace[], now: number): Pace[] {
     .sort((a, b) => rank(a) - rank(b) || (b.ratio ?? 0) - (a.ratio ?? 0));
 }
 
-/** The machines of a fleet, by name, each with its workers. */
+/** Machines by name, each with its workers. */
 export function byHost(paces: readonly Pace[]): { host: string; paces: Pace[] }[] {
   const hosts = new Map<string, Pace[]>();
   for (const p of paces) {

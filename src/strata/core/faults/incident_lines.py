@@ -1,8 +1,8 @@
-"""One line at level ERROR for each failure of a run, with all that is known of it.
+"""One line at level ERROR for each failure of a run, with all that is known about it.
 
-What a coordinator notices by itself is that a connection ended; how the process ended is reported by its agent, a moment sooner or
-later. Until then the line is a warning, and what comes after the error is one too. A failure that nobody explains is an error
-after `EXPLAINED_WITHIN_S` all the same. Pure: time arrives as `now_s`.
+The coordinator itself only notices that a connection ended; the agent reports how the process ended, shortly before or after.
+Until then the line is a warning, and so is every line after the error. A failure without an explanation becomes an error after
+`EXPLAINED_WITHIN_S`. Pure: time arrives as `now_s`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class IncidentLine(NamedTuple):
 class IncidentLines:
     def __init__(self) -> None:
         self._written: dict[int, None] = {}
-        """Incidents that have their error."""
+        """Incidents whose error line is written."""
         self._unexplained: dict[int, tuple[float, IncidentReported]] = {}
-        """Until when others may explain it."""
+        """Deadline for an explanation, and the event."""
 
     def committed(self, events: Iterable[Event], *, now_s: float) -> list[IncidentLine]:
         reported = [e for e in events if isinstance(e, IncidentReported) and e.subject == "run"]
         return [self._line(event, now_s) for event in reported]
 
     def due(self, *, now_s: float) -> list[IncidentLine]:
-        """Those that nobody has explained in time."""
+        """Failures without an explanation in time."""
         late = [event for until_s, event in self._unexplained.values() if now_s >= until_s]
         return [self._error(event) for event in late]
 

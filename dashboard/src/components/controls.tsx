@@ -59,6 +59,18 @@ export function Select({ className = "", ...rest }: SelectHTMLAttributes<HTMLSel
   return <select className={`${FIELD} max-w-full pr-7 ${className}`} {...rest} />;
 }
 
+/** Filter by run. Shown where there is a choice, and always while one is chosen, known or not: no filter is invisible. */
+export function RunFilter(props: { runs: readonly string[]; value: string | undefined; onChange: (run: string | undefined) => void }) {
+  const { runs, value } = props;
+  if (runs.length < 2 && !value) return null;
+  return (
+    <Select aria-label="Run" className="max-w-48" value={value ?? ""} onChange={(event) => props.onChange(event.target.value || undefined)}>
+      <option value="">All runs</option>
+      {(value && !runs.includes(value) ? [value, ...runs] : runs).map((id) => <option key={id} value={id}>{id}</option>)}
+    </Select>
+  );
+}
+
 /** A labelled field with a hint or an error. */
 export function Field(props: { label: string; hint?: ReactNode; error?: string | undefined; children: (ids: { id: string; "aria-describedby"?: string; "aria-invalid"?: true }) => ReactNode }) {
   const id = useId();

@@ -5,6 +5,7 @@ import { useMemo } from "react";
 
 import type { Barrier } from "../api/types";
 import { Card, Meter } from "../components/Card";
+import { Select } from "../components/controls";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
 import { Status } from "../components/Status";
@@ -15,6 +16,7 @@ import { useFilters } from "../search";
 import { useServerNow, useStore } from "../state/store";
 
 const MISSING_SHOWN = 12;
+const WAITING_SHOWN = 20;
 
 const COLUMNS: readonly Column<Barrier>[] = [
   { id: "status", header: "Status", value: (barrier) => barrier.status, cell: (barrier) => <Status value={barrier.status} />, width: "120px" },
@@ -34,34 +36,52 @@ function durationS(barrier: Barrier): number | null {
 export function Barriers() {
   const [search, setFilters] = useFilters();
   const barriers = useStore((state) => state.barriers);
+  const status = search["status"] ?? "";
   const waiting = useMemo(() => barriers.filter((barrier) => barrier.status === "waiting"), [barriers]);
   const ended = useMemo(() => barriers.filter((barrier) => barrier.status !== "waiting"), [barriers]);
+  const shown = useMemo(() => ended.filter((barrier) => !status || barrier.status === status), [ended, status]);
   const ready = useStore((state) => state.coordinator !== null);
   const broken = ended.filter((barrier) => barrier.status === "broken").length;
   return (
-    <Page title="Barriers" fill subtitle={ready && `${count(waiting.length)} waiting, ${count(broken)} of last ${count(ended.length)} broken`}>
-      {waiting.length > 0 && (
-        <ul className="grid gap-3 lg:grid-cols-2" aria-label="Waiting barriers">
-          {waiting.slice(0, 20).map((barrier) => <li key={barrier.id}><Waiting barrier={barrier} /></li>)}
-        </ul>
+    <Page
+      title="Barriers"
+      fill
+      subtitle={ready && `${count(waiting.length)} waiting, ${count(broken)} of last ${count(ended.length)} broken`}
+      actions={
+        <Select aria-label="Status" value={status} onChange={(event) => setFilters({ status: event.target.value || undefined })}>
+          <option value="">All statuses</option>
+          <option value="waiting">Waiting</option>
+          <option value="complete">Complete</option>
+          <option value="broken">Broken</option>
+        </Select>
+      }
+    >
+      {waiting.length > 0 && (!status || status === "waiting") && (
+        <>
+          <ul className="grid gap-3 lg:grid-cols-2" aria-label="Waiting barriers">
+            {waiting.slice(0, WAITING_SHOWN).map((barrier) => <li key={barrier.id}><Waiting barrier={barrier} /></li>)}
+          </ul>
+          {waiting.length > WAITING_SHOWN && <p className="text-faint">and {count(waiting.length - WAITING_SHOWN)} more waiting</p>}
+        </>
       )}
-      <Card title="Ended" hint="last 100" flush className="min-h-64 flex-1">
+      {status === "waiting" && waiting.length === 0 && (ready ? <Empty icon={Milestone} title="No barrier is waiting" /> : <Loading rows={6} />)}
+      {status !== "waiting" && <Card title="Ended" hint="last 100" flush className="min-h-64 flex-1">
         <div className="flex h-full min-h-0 flex-col">
           {!ready ? (
             <div className="p-4"><Loading rows={6} /></div>
           ) : (
             <Table
               label="Ended barriers"
-              rows={ended}
+              rows={shown}
               columns={COLUMNS}
               rowId={(barrier) => barrier.id}
               sort={search["sort"]}
               onSort={(sort) => setFilters({ sort })}
-              empty={<Empty icon={Milestone} title="No barriers yet">A barrier appears here after a script calls barrier().</Empty>}
+              empty={<Empty icon={Milestone} title={ended.length === 0 ? "No barrier has ended yet" : "No matching barriers"}>{ended.length === 0 ? "Barriers appear here after a script calls barrier()." : "Clear the filter to see all barriers."}</Empty>}
             />
           )}
         </div>
-      </Card>
+      </Card>}
     </Page>
   );
 }

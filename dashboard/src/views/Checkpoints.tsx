@@ -8,7 +8,7 @@ import { get } from "../api/client";
 import type { Checkpoint } from "../api/types";
 import { Facts } from "../components/Card";
 import { Copyable } from "../components/Copy";
-import { Input, Select } from "../components/controls";
+import { Input, RunFilter, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
 import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
@@ -46,14 +46,16 @@ export function Checkpoints() {
     staleTime: 60_000,
   });
   const all = useMemo(() => allSaves(recent, history.data ?? []), [recent, history.data]);
+  const { job } = search;
+  const jobs = useMemo(() => [...new Set(all.map((each) => each.job_id))].sort(), [all]);
   const status = search["status"] ?? "";
   const query = (search["q"] ?? "").toLowerCase();
   const shown = useMemo(
-    () => all.filter((each) => (!status || each.status === status) && (!query || `${each.step} ${each.id} ${each.job_id} ${each.worker_id} ${each.path}`.toLowerCase().includes(query))),
-    [all, status, query],
+    () => all.filter((each) => (!job || each.job_id === job) && (!status || each.status === status) && (!query || `${each.step} ${each.id} ${each.job_id} ${each.worker_id} ${each.path}`.toLowerCase().includes(query))),
+    [all, job, status, query],
   );
   const open = all.find((each) => each.id === search["checkpoint"]) ?? null;
-  const last = all.find((each) => each.status === "completed");
+  const last = all.find((each) => each.status === "completed" && (!job || each.job_id === job));
 
   return (
     <Page
@@ -69,6 +71,7 @@ export function Checkpoints() {
             <option value="in_progress">In progress</option>
             <option value="failed">Failed</option>
           </Select>
+          <RunFilter runs={jobs} value={job} onChange={(next) => setFilters({ job: next })} />
         </>
       }
     >

@@ -9,7 +9,7 @@ import { get } from "../api/client";
 import type { Failure, Incident } from "../api/types";
 import { Facts } from "../components/Card";
 import { Copyable } from "../components/Copy";
-import { Button, Input, Select } from "../components/controls";
+import { Button, Input, RunFilter, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
 import { Advice, IncidentPill } from "../components/IncidentCard";
 import { Page } from "../components/Page";
@@ -68,12 +68,7 @@ export function Incidents() {
             <option value="">All states</option>
             {["open", "recovered", "stopped", "failed_again", "continued"].map((word) => <option key={word} value={word}>{word.replace("_", " ")}</option>)}
           </Select>
-          {runs.length > 1 && (
-            <Select aria-label="Run" className="max-w-48" value={run ?? ""} onChange={(event) => setFilters({ run: event.target.value || undefined })}>
-              <option value="">All runs</option>
-              {runs.map((id) => <option key={id} value={id}>{id}</option>)}
-            </Select>
-          )}
+          <RunFilter runs={runs} value={run} onChange={(next) => setFilters({ run: next })} />
           {pending.length > 0 && <Button onClick={() => dismiss(pending)}>Dismiss {count(pending.length)}</Button>}
         </>
       }

@@ -5,7 +5,7 @@ import { useMemo } from "react";
 
 import type { Worker } from "../api/types";
 import { Card, Meter } from "../components/Card";
-import { Input, Segmented, Select } from "../components/controls";
+import { Input, RunFilter, Segmented } from "../components/controls";
 import { Page } from "../components/Page";
 import { Empty, Loading } from "../components/states";
 import { Status } from "../components/Status";
@@ -76,12 +76,7 @@ export function Workers() {
       actions={
         <>
           <Input data-search type="search" aria-label="Search workers" placeholder="Search workers" value={q ?? ""} onChange={(e) => set({ q: e.target.value || undefined }, { replace: true })} className="w-52" />
-          {jobs.length > 1 && (
-            <Select aria-label="Run" value={job ?? ""} onChange={(e) => set({ job: e.target.value || undefined })}>
-              <option value="">All runs</option>
-              {jobs.map((id) => <option key={id} value={id}>{id}</option>)}
-            </Select>
-          )}
+          <RunFilter runs={jobs} value={job} onChange={(next) => set({ job: next })} />
           {view === "grid" && <Segmented label="Colour" value={color} options={[["pace", "Step time"], ["status", "Status"], ["load", "Load"]]} onChange={(next) => set({ color: next === "pace" ? undefined : next })} />}
           <Segmented
             label="Layout"

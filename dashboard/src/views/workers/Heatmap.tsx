@@ -166,11 +166,12 @@ const Cell = memo(function Cell(props: CellProps) {
   return <button {...common} aria-label={label} className={`grid place-items-center rounded-[4px] hover:brightness-110 ${tone} ${props.height} ${ring} ${look.tone === "bad" ? "shadow-[inset_0_0_0_1.5px_var(--color-bad)]" : ""}`}>{glyph}</button>;
 });
 
-/** Legend and status filter. */
+/** Legend and status filter; the active status is listed also where no worker has it any more. */
 export function Legend(props: { color: HeatmapColor; counts: ReadonlyMap<string, number>; active: string | undefined; onPick: (status: string | undefined) => void }) {
+  const counts = !props.active || props.counts.has(props.active) ? props.counts : new Map([...props.counts, [props.active, 0]]);
   return (
     <div className="flex flex-wrap items-center gap-x-1 gap-y-1">
-      {[...props.counts].map(([status, n]) => {
+      {[...counts].map(([status, n]) => {
         const look = lookOf(status);
         const on = props.active === status;
         return (

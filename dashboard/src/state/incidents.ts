@@ -5,9 +5,7 @@ import type { Tone } from "../components/Status";
 import { age, count, duration, plural } from "../format";
 
 /** The card of a rank that is no longer slow disappears after this long. */
-export const STAYS_S = 600;
-/** Closed incidents are shown for a day. */
-const RECENT_S = 86_400;
+const SLOW_STAYS_S = 600;
 
 export const CLASSES: Record<Incident["failure_class"], string> = {
   user_error: "Script error", oom: "Out of memory", gpu: "GPU fault", network: "Network", storage: "Storage", preemption: "Preempted", hang: "Hang",
@@ -38,13 +36,14 @@ export function keyOf(incident: Incident): string {
   return `${incident.id}@${Math.round(incident.opened_at)}`;
 }
 
-/** Undismissed incidents: failures before slow ranks, newest first. A failure stays until it is dismissed, however fast the recovery was. */
+/**
+ * Undismissed incidents: failures before slow ranks, newest first. A failure stays until it is dismissed, however fast the
+ * recovery was and however long ago; the state bounds them by number.
+ */
 export function undismissed(incidents: readonly Incident[], dismissed: ReadonlySet<string>, now: number): Incident[] {
   const pending = incidents.filter((incident) => {
     if (dismissed.has(keyOf(incident))) return false;
-    if (incident.state === "open") return true;
-    const since = now - (incident.closed_at ?? incident.opened_at);
-    return since < (incident.subject === "slow_rank" ? STAYS_S : RECENT_S);
+    return isGrave(incident) || incident.state === "open" || now - (incident.closed_at ?? incident.opened_at) < SLOW_STAYS_S;
   });
   return [...pending.filter(isGrave), ...pending.filter((incident) => !isGrave(incident))];
 }

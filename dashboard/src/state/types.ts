@@ -87,7 +87,7 @@ export interface State {
   tasks: readonly Task[];
   /** Newest first. */
   recoveries: readonly Recovery[];
-  /** Newest first. */
+  /** The newest hundred, newest first. */
   incidents: readonly Incident[];
   /** Last report of each job, kept after its workers have left. */
   jobs: ReadonlyMap<string, LastReport>;

@@ -48,7 +48,7 @@ export function Incidents() {
   const open = all.find((each) => String(each.id) === search["incident"]) ?? null;
   const dismissed = useDismissed();
   const now = useServerNow();
-  const pending = undismissed(all, dismissed, now);
+  const pending = undismissed(recent, dismissed, now);
   return (
     <Page
       title="Incidents"

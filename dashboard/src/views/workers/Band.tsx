@@ -28,7 +28,7 @@ export function Band(props: { paces: readonly Pace[]; selected: string | undefin
     <div className="flex flex-col gap-4">
       <PaceCounts paces={props.paces} />
       <section aria-label="Exceptions" className="flex flex-col gap-2">
-        <h3 className="text-sm font-medium text-muted">{odd.length === 0 ? "No exceptions: no worker is lost, slow or late." : `${plural(odd.length, "exception")}: lost, slow, late, or in an unusual state`}</h3>
+        <h3 className="text-sm font-medium text-muted">{odd.length === 0 ? "No exceptions: no worker is lost, late, marked slow or over 30 % slower." : `${plural(odd.length, "exception")}: lost, late, marked slow, over 30 % slower, or in an unusual state`}</h3>
         {odd.length > 0 && <Heatmap paces={odd.slice(0, NAMED)} color="pace" selected={props.selected} onOpen={props.onOpen} />}
         {odd.length > NAMED && <p className="text-sm text-faint">and {count(odd.length - NAMED)} more in the table</p>}
       </section>

@@ -189,7 +189,7 @@ export function Legend(props: { color: HeatmapColor; counts: ReadonlyMap<string,
       })}
       {props.color === "pace" && (
         <span className="ml-3 inline-flex flex-wrap items-center gap-x-3 text-sm text-muted">
-          {PACES.slice(0, 4).map(([name, label, tone]) => <span key={name} className="inline-flex items-center gap-1.5"><span aria-hidden className={`size-2.5 rounded-sm ${tone}`} />{label}</span>)}
+          {PACES.filter(([name]) => name !== "failed" && name !== "other").map(([name, label, tone]) => <span key={name} className="inline-flex items-center gap-1.5"><span aria-hidden className={`size-2.5 rounded-sm ${tone}`} />{label}</span>)}
         </span>
       )}
       {props.color === "load" && (

@@ -12,10 +12,16 @@ it("busy time is step time without waiting: in lock step all steps take equally 
   expect(slowest(paces, 5)[0]?.ratio).toBeCloseTo(4.8);
 });
 
-it("each run has its own median, and a single worker has no ratio", () => {
+it("each run has its own median, and a single worker is not compared", () => {
   const paces = pacesOf([of("a", 1, 0), of("b", 1, 0), of("x", 9, 0, { job_id: "other" })]);
   expect(paces.map((p) => p.ratio)).toEqual([1, 1, null]);
-  expect(paces.at(-1)?.class).toBe("even");
+  expect(paces.at(-1)?.class).toBe("unknown");
+});
+
+it("a worker that is not training is not compared: its step time is of the past", () => {
+  const paces = pacesOf([of("a", 1, 0), of("b", 1, 0), of("c", 9, 0, { status: "recovering" })]);
+  expect(paces.map((p) => p.ratio)).toEqual([1, 1, null]);
+  expect(slowest(paces, 5).map((p) => p.worker.id)).toEqual(["a", "b"]);
 });
 
 it("of a thousand workers only the exceptions are named", () => {

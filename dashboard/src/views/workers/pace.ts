@@ -11,7 +11,7 @@ export interface Pace {
   busyS: number | null;
   /** Seconds waiting for others; null where not measured. */
   waitS: number | null;
-  /** Busy time relative to the median of its run; null without one. */
+  /** Busy time relative to the median of its run; null where it does not train, or no other worker has reported one. */
   ratio: number | null;
   class: PaceClass;
 }
@@ -23,7 +23,7 @@ export const PACES: readonly (readonly [PaceClass, string, string])[] = [
   ["slow", "over 10 % slower", "bg-warn/70"],
   ["slowest", "over 30 % slower", "bg-bad"],
   ["other", "not training", "bg-busy/60"],
-  ["unknown", "no step time", "bg-idle/40"],
+  ["unknown", "no step times to compare", "bg-idle/40"],
   ["failed", "failed", "bg-bad"],
 ];
 
@@ -52,17 +52,16 @@ export function pacesOf(workers: readonly Worker[]): Pace[] {
   const medians = new Map([...busy].map(([job, values]) => [job, values.length < 2 ? null : median(values)]));
   return workers.map((worker) => {
     const { busyS, waitS } = busyTime(worker);
-    const middle = medians.get(worker.job_id) ?? null;
+    const middle = WORKING.has(worker.status) ? (medians.get(worker.job_id) ?? null) : null;
     const ratio = busyS === null || middle === null || middle <= 0 ? null : busyS / middle;
-    return { worker, busyS, waitS, ratio, class: classOf(worker, busyS, ratio) };
+    return { worker, busyS, waitS, ratio, class: classOf(worker, ratio) };
   });
 }
 
-function classOf(worker: Worker, busyS: number | null, ratio: number | null): PaceClass {
+function classOf(worker: Worker, ratio: number | null): PaceClass {
   if (worker.status === "failed") return "failed";
   if (!WORKING.has(worker.status)) return "other";
-  if (busyS === null) return "unknown";
-  if (ratio === null) return "even";
+  if (ratio === null) return "unknown";
   return ratio > 1.3 ? "slowest" : ratio > 1.1 ? "slow" : ratio < 0.95 ? "fast" : "even";
 }
 

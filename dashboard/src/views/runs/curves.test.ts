@@ -74,7 +74,7 @@ describe("marks", () => {
   const save = (change: Partial<Checkpoint>) => ({ id: "c", step: 30, status: "completed", tiers: ["memory", "nvme"], created_at: 130, ...change }) as Checkpoint;
 
   it("are failures, and saves that outlive their machine's memory", () => {
-    const found = marksOf([incident({})], [save({}), save({ tiers: ["memory"] }), save({ status: "failed" })]);
+    const found = marksOf([incident({})], [save({}), save({ tiers: ["memory"] }), save({ tiers: ["MEMORY", "PEER"] }), save({ status: "failed" })]);
     expect(found.map((m) => [m.kind, m.step, m.at])).toEqual([["save", 30, 130], ["incident", 25, 125]]);
   });
 

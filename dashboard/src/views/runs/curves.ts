@@ -2,6 +2,7 @@
 
 import type { Checkpoint, Curve, Incident, MetricCurves } from "../../api/types";
 import { isGrave } from "../../state/incidents";
+import { rungOf } from "../../state/risk";
 
 export type Axis = "step" | "wall" | "relative";
 
@@ -154,7 +155,7 @@ export function marksOf(incidents: readonly Incident[], checkpoints: readonly Ch
     text: one.text,
   }));
   const saves = checkpoints
-    .filter((one) => one.status === "completed" && one.tiers.some((tier) => tier !== "memory"))
+    .filter((one) => one.status === "completed" && one.tiers.some((tier) => rungOf(tier) !== "memory"))
     .map((one): Mark => ({ kind: "save", step: one.step, at: one.created_at, text: `Checkpoint at step ${one.step.toLocaleString("en-US")}` }));
   return [...saves, ...failures];
 }

@@ -1,4 +1,4 @@
-/** The tiers that store a checkpoint, from near to far. Each is labelled: colour is not the only cue. */
+/** The tiers that a checkpoint was saved to, from near to far. Each is labelled: colour is not the only cue. */
 
 import type { CheckpointStatus } from "../../api/types";
 import { rungOf } from "../../state/risk";
@@ -10,26 +10,29 @@ const RUNGS = [
 ] as const;
 
 export function Ladder(props: { tiers: readonly string[]; status: CheckpointStatus }) {
-  const stored = new Map(props.tiers.map((tier) => [rungOf(tier), tier]));
   if (props.tiers.length === 0) {
     return <span className="text-sm text-faint">{props.status === "in_progress" ? "writing" : "–"}</span>;
   }
   return (
-    <span className="inline-flex items-center gap-1 max-sm:flex-wrap" aria-label={`Tiers: ${props.tiers.join(", ")}`} role="img">
-      {RUNGS.map(([rung, label]) => (
-        <span
-          key={rung}
-          title={stored.get(rung) ?? `not in ${label.toLowerCase()}`}
-          className={`rounded-sm px-1.5 py-px text-xs font-medium ${stored.has(rung) ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
-        >
-          {stored.has(rung) ? shortName(stored.get(rung)!) : label}
-        </span>
-      ))}
+    <span className="inline-flex max-w-full items-center gap-1 align-middle max-sm:flex-wrap" aria-label={`Saved to: ${props.tiers.join(", ")}`} role="img">
+      {RUNGS.map(([rung, label]) => {
+        const stored = props.tiers.filter((tier) => rungOf(tier) === rung);
+        return (
+          <span
+            key={rung}
+            title={stored.length > 0 ? `saved to ${stored.join(", ")}` : `not saved to ${label.toLowerCase()}`}
+            className={`min-w-0 truncate rounded-sm px-1.5 py-px text-xs font-medium ${stored.length > 0 ? "bg-accent-soft text-accent" : "border border-dashed text-faint"}`}
+          >
+            {stored.length > 0 ? stored.map(shortName).join(" + ") : label}
+          </span>
+        );
+      })}
     </span>
   );
 }
 
+const NAMES: Readonly<Record<string, string>> = { memory: "Memory", peer: "Peer", local: "Disk" };
+
 function shortName(tier: string): string {
-  const name = tier.toLowerCase();
-  return name === "memory" ? "Memory" : name === "local" ? "Disk" : tier.slice(0, 12);
+  return NAMES[tier.toLowerCase()] ?? tier.slice(0, 12);
 }

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 
 import { timeTicks } from "../../components/ticks";
 import { checkpoint, NOW, recovery } from "../../state/samples";
-import { allSaves, hitAt, layoutOf, phasesOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
+import { allSaves, hitAt, layoutOf, phasesOf, rungsOf, tiersOf, timeAt, xOf, type TimelineData } from "./drawing";
 
 it("a recovery's phases fill its time in their order, and end when it was recorded", () => {
   const phases = phasesOf(recovery({ phases_s: { load: 0.5, detect: 1, unknown_phase: 0.25 }, total_s: 1.75, at: NOW }));
@@ -11,6 +11,12 @@ it("a recovery's phases fill its time in their order, and end when it was record
 
 it("tiers go from near to far, whatever case they are written in", () => {
   expect(tiersOf([checkpoint({ tiers: ["S3", "tape"] }), checkpoint({ tiers: ["NVME", "MEMORY"] })])).toEqual(["MEMORY", "NVME", "S3", "tape"]);
+  expect(tiersOf([checkpoint({ tiers: ["S3", "file", "PEER", "MEMORY"] })])).toEqual(["MEMORY", "PEER", "file", "S3"]);
+});
+
+it("a ladder has a rung for every tier: beyond three, tiers of one kind share it", () => {
+  expect(rungsOf(["NVME", "S3"])).toEqual([["nvme", ["NVME"]], ["s3", ["S3"]]]);
+  expect(rungsOf(["MEMORY", "PEER", "NVME", "S3", "GCS"])).toEqual([["memory", ["MEMORY", "PEER"]], ["disk", ["NVME"]], ["bucket", ["S3", "GCS"]]]);
 });
 
 describe("what is under the pointer", () => {

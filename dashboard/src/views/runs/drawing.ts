@@ -5,6 +5,7 @@ import { RIGHT } from "../../components/Chart";
 import { colorOf } from "../../components/colors";
 import { timeTicks } from "../../components/ticks";
 import { clock, count } from "../../format";
+import { rungOf } from "../../state/risk";
 import { hasSurvived, PHASES, shortName, type GenerationLine, type Span, type TimelineRow } from "../../state/runs";
 
 export const GUTTER = 148;
@@ -26,7 +27,8 @@ const SURVIVOR_W = 8;
 export const PHASE_COLORS: Record<string, string> = { detect: "bad", abort: "warn", regroup: "busy", rendezvous: "warn", spawn: "busy", load: "accent", first_step: "good" };
 
 /** Near to far. Unknown tiers come last. */
-const TIER_ORDER = ["memory", "local", "nvme", "disk", "s3", "gcs", "azure"];
+const TIER_ORDER = ["memory", "peer", "local", "nvme", "disk", "file", "s3", "gcs", "azure"];
+const RUNGS_MOST = 3;
 
 export interface TimelineData {
   jobId: string;
@@ -54,6 +56,12 @@ export function tiersOf(checkpoints: readonly Checkpoint[]): string[] {
     return at < 0 ? TIER_ORDER.length : at;
   };
   return [...found].sort((a, b) => place(a) - place(b) || a.localeCompare(b));
+}
+
+/** The rungs of a ladder, near to far: label and tiers. One for each tier where they fit, else one for each kind. */
+export function rungsOf(tiers: readonly string[]): (readonly [label: string, tiers: readonly string[]])[] {
+  if (tiers.length <= RUNGS_MOST) return tiers.map((tier) => [tier.toLowerCase(), [tier]]);
+  return [...new Set(tiers.map(rungOf))].map((rung) => [rung, tiers.filter((tier) => rungOf(tier) === rung)]);
 }
 
 /** Checkpoints from the stream, plus older fetched ones. Newest first. */
@@ -145,13 +153,10 @@ function drawAxis(ctx: CanvasRenderingContext2D, layout: Layout, bottom: number)
 function drawNames(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData): void {
   ctx.textAlign = "right";
   ctx.fillStyle = colorOf("faint");
-  const tierNames = data.tiers.length > 0 ? data.tiers : [];
   ctx.font = "10px ui-sans-serif, system-ui, sans-serif";
-  tierNames.slice(0, 4).forEach((tier, i) => {
-    if (tierNames.length <= 3) ctx.fillText(tier.toLowerCase(), GUTTER - 10, TOP + SAVES - 6 - i * RUNG - RUNG_H / 2);
-  });
+  rungsOf(data.tiers).forEach(([label], i) => ctx.fillText(label, GUTTER - 10, TOP + SAVES - 6 - i * RUNG - RUNG_H / 2));
   ctx.font = FONT;
-  if (tierNames.length === 0 || tierNames.length > 3) ctx.fillText("checkpoints", GUTTER - 10, TOP + SAVES / 2);
+  if (data.tiers.length === 0) ctx.fillText("checkpoints", GUTTER - 10, TOP + SAVES / 2);
   ctx.fillText("recovery", GUTTER - 10, TOP + SAVES + RECOVERIES / 2 - 2);
   if (layout.rowHeight < 12) {
     ctx.fillText(`${count(data.rows.length)} workers`, GUTTER - 10, layout.rowsTop + 8);
@@ -301,15 +306,15 @@ function drawGenerations(ctx: CanvasRenderingContext2D, layout: Layout, data: Ti
 }
 
 function drawSaves(ctx: CanvasRenderingContext2D, layout: Layout, data: TimelineData): void {
-  const tiers = data.tiers.length > 0 ? data.tiers : ["saved"];
+  const rungs = data.tiers.length > 0 ? rungsOf(data.tiers) : [["saved", []] as const];
   const base = TOP + SAVES - 6;
   for (const checkpoint of data.checkpoints) {
     const x = Math.round(xOf(layout, checkpoint.created_at));
     if (x < GUTTER - RUNG_W || x > layout.width) continue;
     const failed = checkpoint.status === "failed";
-    tiers.slice(0, 3).forEach((tier, i) => {
+    rungs.forEach(([, tiers], i) => {
       const y = base - i * RUNG - RUNG_H;
-      const filled = checkpoint.status === "completed" && (data.tiers.length === 0 || checkpoint.tiers.includes(tier));
+      const filled = checkpoint.status === "completed" && (data.tiers.length === 0 || tiers.some((tier) => checkpoint.tiers.includes(tier)));
       if (filled) {
         ctx.fillStyle = colorOf("accent");
         ctx.fillRect(x - RUNG_W / 2, y, RUNG_W, RUNG_H);

@@ -6,6 +6,9 @@ import { newest } from "./risk";
 import { runPoint, throughputOf } from "./series";
 import type { Generation, RunSeries, State } from "./types";
 
+/** The job of workers that name none. Their log lines name no run. */
+export const DEFAULT_JOB = "default";
+
 export type RunStatus = "pending" | "starting" | "training" | "recovering" | "idle" | "completed" | "stopped" | "failed" | "ended";
 
 export interface Run {

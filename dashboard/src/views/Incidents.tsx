@@ -22,6 +22,7 @@ import { useFilters } from "../search";
 import { CLASSES, costOf, deviceOf, kindOf, matching, outcomeOf, undismissed, whoOf } from "../state/incidents";
 import { PHASES } from "../state/runs";
 import { useServerNow, useStore } from "../state/store";
+import { searchOf } from "./logs/filter";
 
 const MOST = 1_000;
 
@@ -151,7 +152,7 @@ function Detail({ incident, now }: { incident: Incident; now: number }) {
         {incident.failures.length === 0 ? <p className="text-muted">No worker has reported a cause.</p> : <ol className="flex flex-col gap-3">{incident.failures.map((failure, i) => <li key={i}><Evidence failure={failure} run={incident.run} /></li>)}</ol>}
       </Section>
       <p className="flex flex-wrap gap-x-4">
-        <Link to="/logs" search={{ q: incident.rank === null ? incident.run : `rank ${incident.rank}`, level: "warn" }} className="text-accent underline underline-offset-2">Search logs</Link>
+        <Link to="/logs" search={searchOf(incident)} className="text-accent underline underline-offset-2">Search logs</Link>
         <Link to="/incidents" search={{ q: incident.fingerprint }} className="text-accent underline underline-offset-2">Same fingerprint</Link>
       </p>
     </div>

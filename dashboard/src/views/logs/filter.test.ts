@@ -1,7 +1,8 @@
 import { describe, expect, it } from "vitest";
 
 import type { LogEntry } from "../../api/types";
-import { filterOf, LINES_SHOWN, matches, merged, splitMatches } from "./filter";
+import { incident } from "../../state/samples";
+import { filterOf, LINES_SHOWN, matches, merged, searchOf, splitMatches } from "./filter";
 
 function line(number: number, change: Partial<LogEntry> = {}): LogEntry {
   const id = `log_${number.toString(16).padStart(13, "0")}`;
@@ -12,6 +13,15 @@ describe("log lines", () => {
   it("accepts only known levels from the URL", () => {
     expect(filterOf({ level: "warn", q: "x", task: "", worker: "w" })).toEqual({ level: "warn", task: undefined, worker: "w", text: "x" });
     expect(filterOf({ level: "<script>" }).level).toBeUndefined();
+  });
+
+  it("about an incident are those of its run", () => {
+    const found = filterOf(searchOf(incident({ run: "a", rank: 1 })));
+    expect(matches(line(1, { level: "error", task_id: "a", message: "rank 1 was killed" }), found)).toBe(true);
+    expect(matches(line(1, { level: "error", task_id: "b", message: "rank 1 was killed" }), found)).toBe(false);
+    expect(filterOf(searchOf(incident({ run: "a", rank: null })))).toEqual({ level: "warn", task: "a" });
+    // Lines of workers without a job name no run.
+    expect(matches(line(1, { level: "error", message: "rank 1 was killed" }), filterOf(searchOf(incident({ run: "default" }))))).toBe(true);
   });
 
   it("matches a level and everything above it", () => {

@@ -1,7 +1,8 @@
 /** Log filters, and merging of fetched and streamed lines. Pure. */
 
-import type { LogEntry } from "../../api/types";
+import type { Incident, LogEntry } from "../../api/types";
 import type { Search } from "../../search";
+import { DEFAULT_JOB } from "../../state/runs";
 
 export interface LogFilter {
   level?: string | undefined;
@@ -22,6 +23,16 @@ export function filterOf(search: Search): LogFilter {
     worker: search["worker"] || undefined,
     text: search["q"] || undefined,
   };
+}
+
+/** The filter of a run in the URL. */
+export function taskOf(run: string): string | undefined {
+  return run === DEFAULT_JOB ? undefined : run;
+}
+
+/** Warnings and errors of the run of an incident about its rank. */
+export function searchOf(incident: Pick<Incident, "run" | "rank">): Search {
+  return { task: taskOf(incident.run), q: incident.rank === null ? undefined : `rank ${incident.rank}`, level: "warn" };
 }
 
 export function matches(line: LogEntry, filter: LogFilter): boolean {

@@ -11,6 +11,7 @@ import { Empty, ErrorNote, Loading } from "../../components/states";
 import { lookOf, TONE_TEXT } from "../../components/Status";
 import { clockMs, plural } from "../../format";
 import { shortName } from "../../state/runs";
+import { taskOf } from "../logs/filter";
 
 const SHOWN = 500;
 const REFETCH_MS = 3_000;
@@ -40,14 +41,14 @@ export function RunLogs(props: { job: string }) {
           {["info", "warn", "error"].map((word) => <option key={word} value={word}>{word} and above</option>)}
         </Select>
         <span className="text-sm text-faint">{entries.length === SHOWN ? `latest ${SHOWN} lines` : plural(entries.length, "line")}</span>
-        <Link to="/logs" search={{ task: props.job, q: query || undefined, level: level || undefined }} className="ml-auto inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open in Logs</Link>
+        <Link to="/logs" search={{ task: taskOf(props.job), q: query || undefined, level: level || undefined }} className="ml-auto inline-flex h-8 items-center rounded-md border px-3 font-medium hover:bg-hover">Open in Logs</Link>
       </div>
       {lines.isPending ? (
         <Loading rows={10} />
       ) : lines.isError && !lines.data ? (
         <ErrorNote error={lines.error} onRetry={() => void lines.refetch()} />
       ) : entries.length === 0 ? (
-        <Empty title={query || level ? "No matching lines" : "No log lines yet"}>{query || level ? "Clear filters to see all lines." : "Processes of this run have not logged anything."}</Empty>
+        <Empty title={query || level ? "No matching lines" : "No log lines yet"}>{query || level ? "Clear filters to see all lines." : taskOf(props.job) === undefined ? "Log lines of workers without a job ID are not assigned to a run. Open them in Logs." : "Processes of this run have not logged anything."}</Empty>
       ) : (
         <ol
           ref={scroller}

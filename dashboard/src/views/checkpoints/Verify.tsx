@@ -1,4 +1,4 @@
-/** Verifies the checksums of a checkpoint; polls until a long verification is done. */
+/** Verifies the checksums of a checkpoint; polls a long verification until it is done, for half an hour at most. */
 
 import { useMutation } from "@tanstack/react-query";
 import { ShieldCheck, ShieldX } from "lucide-react";
@@ -7,7 +7,7 @@ import { post } from "../../api/client";
 import type { Verification } from "../../api/types";
 import { Button } from "../../components/controls";
 import { ErrorNote } from "../../components/states";
-import { bytes, plural } from "../../format";
+import { bytes, duration } from "../../format";
 
 const REFETCH_MS = 1_000;
 const TIMEOUT_MS = 30 * 60_000;
@@ -39,9 +39,9 @@ export function Verify(props: { id: string; size: number }) {
   );
 }
 
-function Outcome(props: { found: Verification }) {
+export function Outcome(props: { found: Verification }) {
   const { found } = props;
-  if (found.status === "verifying") return <p className="text-muted">{found.reason}</p>;
+  if (found.status === "verifying") return <p className="rounded-md bg-warn-soft px-3 py-2">Not known yet: the coordinator is still reading after {duration(TIMEOUT_MS / 1000)}. Press Verify again for the outcome.</p>;
   if (found.status === "whole") {
     return (
       <p className="flex items-center gap-2 rounded-md bg-good-soft px-3 py-2 font-medium text-good">
@@ -51,7 +51,7 @@ function Outcome(props: { found: Verification }) {
   }
   return (
     <div className="rounded-md bg-bad-soft px-3 py-2">
-      <p className="flex items-center gap-2 font-medium text-bad"><ShieldX aria-hidden className="size-4 shrink-0" />Corrupted: {plural(found.damages.length, "range")}</p>
+      <p className="flex items-center gap-2 font-medium text-bad"><ShieldX aria-hidden className="size-4 shrink-0" />{found.reason}</p>
       <ul className="mt-2 flex flex-col gap-2">
         {found.damages.map((damage) => (
           <li key={`${damage.path}:${damage.start_bytes}`} className="foreign break-words">

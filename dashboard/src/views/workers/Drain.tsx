@@ -11,11 +11,11 @@ import { Button, Field, Input } from "../../components/controls";
 import { Confirm } from "../../components/Dialog";
 import { ErrorNote } from "../../components/states";
 import { Ago } from "../../components/values";
-import { age, plural } from "../../format";
+import { plural } from "../../format";
 import { useOnlyJob } from "../../session";
 import type { Run } from "../../state/runs";
 import { useServerNow, useStore } from "../../state/store";
-import { drainText, machinesOf, type Machine } from "./machines";
+import { deadlineText, drainText, machinesOf, type Machine } from "./machines";
 
 const REFETCH_MS = 1_000;
 const QUIET_MS = 5_000;
@@ -135,7 +135,7 @@ function Outcome({ drain }: { drain: Drain }) {
   return (
     <div className="flex flex-col gap-2">
       <div className="flex flex-col gap-1">
-        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: deadline in ${age(Math.max(0, drain.deadline - now))}`}</p>
+        <p className={drain.state === "drained" ? "text-muted" : "text-warn"}>{drain.state === "drained" ? <>Drained <Ago at={drain.ended} />: {drain.outcome}</> : `Draining: ${deadlineText(drain.deadline, now)}`}</p>
         <p className="foreign text-sm text-muted">{drain.reason} ({drain.by})</p>
         <ul className="flex flex-col gap-1 text-sm">
           {drain.handovers.map((one) => <li key={one.run} className="foreign break-words"><span className="font-medium">{one.run}</span>: {one.reason}{one.lost_steps === null ? "" : ` (${plural(one.lost_steps, "step")} lost)`}</li>)}

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 
 import type { Drain, Worker } from "../../api/types";
-import { drainText, machinesOf } from "./machines";
+import { deadlineText, drainText, machinesOf } from "./machines";
 
 const worker = (job: string, ip: string, status = "training") => ({ job_id: job, ip, status }) as Worker;
 const WORKERS = [worker("a", "node-10"), worker("a", "node-2"), worker("a", "node-2"), worker("b", "node-2"), worker("a", "node-3", "failed"), worker("a", "node-4"), worker("a", "node-5")];
@@ -18,6 +18,12 @@ test("a machine can be drained where it has a connected agent and no drain yet",
   ]);
   expect(found[0]!.others).toEqual(["b"]);
   expect(machinesOf("a", WORKERS, undefined, []).every((one) => one.refusal !== undefined)).toBe(true);
+});
+
+test("a deadline that has passed is said to have passed", () => {
+  expect(deadlineText(100, 40)).toBe("deadline in 1 m");
+  expect(deadlineText(100, 100)).toBe("deadline now");
+  expect(deadlineText(100, 175)).toBe("deadline passed 1 m 15 s ago");
 });
 
 test("the text depends on the remaining machines", () => {

@@ -1,7 +1,7 @@
 /** The machines of a run, and what draining some of them does. Pure. */
 
 import type { Drain, MachineAgents, Worker } from "../../api/types";
-import { plural } from "../../format";
+import { age, plural } from "../../format";
 
 export interface Machine {
   host: string;
@@ -29,6 +29,11 @@ export function machinesOf(run: string, workers: readonly Worker[], agents: read
       refusal: drain !== undefined ? `is ${drain.state}` : connected ? undefined : "no agent connected",
     };
   });
+}
+
+export function deadlineText(deadline: number, now: number): string {
+  const leftS = deadline - now;
+  return Math.abs(leftS) < 1 ? "deadline now" : leftS > 0 ? `deadline in ${age(leftS)}` : `deadline passed ${age(-leftS)} ago`;
 }
 
 /** Consequences for the run, and for others on the same machines. */

@@ -82,6 +82,16 @@ describe("the headline", () => {
     expect(assess(state, NOW - 150).level).toBe("good");
   });
 
+  it("says no checkpoint only of runs that have none", () => {
+    const two = [worker(), worker({ id: "x0", job_id: "other" })];
+    expect(assess(stateOf({ workers: [worker()] }), NOW).reason).toBe("1 worker on job, no checkpoint yet.");
+    expect(assess(stateOf({ workers: two, checkpoints: saved }), NOW).reason).toBe("2 workers on 2 runs, no checkpoint of other yet.");
+    expect(assess(stateOf({ workers: two }), NOW).reason).toBe("2 workers on 2 runs, no checkpoint of job and other yet.");
+    // The snapshot has the newest hundred of all runs: those of this one may be older.
+    const many = Array.from({ length: 100 }, (_, i) => checkpoint({ id: `c${i}`, job_id: "other", created_at: NOW - 20 - i }));
+    expect(assess(stateOf({ workers: [worker()], checkpoints: many }), NOW).reason).toBe("1 worker on job.");
+  });
+
   it("names who is missing at a barrier that waits too long", () => {
     expect(assess(stateOf({ checkpoints: saved, barriers: [barrier({ created_at: NOW - 45 })] }), NOW)).toMatchObject({ level: "warn", reason: "Blocked for 45 s, waiting for w1." });
     expect(assess(stateOf({ checkpoints: saved, barriers: [barrier()] }), NOW).level).toBe("good");

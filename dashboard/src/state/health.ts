@@ -84,9 +84,9 @@ function healthyReason(live: readonly Run[], now: number): string {
   const workers = live.reduce((sum, run) => sum + run.alive, 0);
   const who = live.length === 1 && live[0] ? `${plural(workers, "worker")} on ${live[0].name}` : `${plural(workers, "worker")} on ${plural(live.length, "run")}`;
   const oldest = live.map((run) => run.risk.since).filter((at) => at !== null).sort((a, b) => a - b)[0];
-  const unsaved = live.filter((run) => run.risk.safe === null).length;
-  if (unsaved > 0) return `${who}, no checkpoint yet.`;
-  return oldest === undefined ? `${who}.` : `${who}, last checkpoint ${age(now - oldest)} ago.`;
+  const unsaved = live.filter((run) => run.risk.isUnsaved).map((run) => run.name);
+  if (unsaved.length > 0) return `${who}, no checkpoint ${live.length === 1 ? "" : `of ${names(unsaved)} `}yet.`;
+  return oldest === undefined || live.some((run) => run.risk.safe === null) ? `${who}.` : `${who}, last checkpoint ${age(now - oldest)} ago.`;
 }
 
 /** "w1", "w1 and w2", "w1, w2 and 5 more" */

@@ -40,13 +40,18 @@ export interface Run {
 
 /** What would be lost if everything stopped now. */
 export interface Risk {
-  /** The newest completed save. */
+  /** The newest completed save; null where none is known. */
   safe: Checkpoint | null;
+  /** There is none. False also where its saves may be older than those of the snapshot. */
+  isUnsaved: boolean;
   /** When the safe state was taken; without one, when training started. Null while not training. */
   since: number | null;
   /** Steps completed since. */
   steps: number;
 }
+
+/** A snapshot has this many checkpoints of all runs together, the newest. */
+const SNAPSHOT_CHECKPOINTS = 100;
 
 const STARTING: ReadonlySet<string> = new Set(["recovering", "initializing", "loading"]);
 
@@ -88,7 +93,7 @@ export function runsOf(state: State): Run[] {
 function emptyRun(id: string, state: State): Run {
   return {
     id, name: id, status: "ended", workers: [], alive: 0, failed: 0, step: 0, epoch: 0, loss: null, throughput: null, throughputUnit: "", goodput: null,
-    generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, reportedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, since: null, steps: 0 },
+    generation: state.coordinator?.jobs[id] ?? 0, startedAt: null, reportedAt: null, checkpoints: [], recoveries: [], task: null, risk: { safe: null, isUnsaved: false, since: null, steps: 0 },
   };
 }
 
@@ -123,7 +128,7 @@ function complete(run: Run, state: State, firstJoin: number | undefined): Run {
     startedAt,
     reportedAt: last?.at ?? null,
     task,
-    risk: riskOf(run.checkpoints, alive, step, startedAt),
+    risk: riskOf(run.checkpoints, state.checkpoints.length < SNAPSHOT_CHECKPOINTS, alive, step, startedAt),
   };
 }
 
@@ -160,11 +165,11 @@ function statusOf(workers: readonly Worker[], alive: readonly Worker[], task: Ta
   return "idle";
 }
 
-function riskOf(checkpoints: readonly Checkpoint[], alive: readonly Worker[], step: number, startedAt: number | null): Risk {
+function riskOf(checkpoints: readonly Checkpoint[], isComplete: boolean, alive: readonly Worker[], step: number, startedAt: number | null): Risk {
   const safe = newestSafe(checkpoints);
   const training = alive.some((w) => isWorking(w) || isStarting(w));
   const steps = safe === null ? step : Math.max(0, step - safe.step);
-  return { safe, steps, since: training ? (safe?.created_at ?? startedAt) : null };
+  return { safe, isUnsaved: safe === null && isComplete, steps, since: training ? (safe?.created_at ?? startedAt) : null };
 }
 
 export function newestSafe(checkpoints: readonly Checkpoint[]): Checkpoint | null {

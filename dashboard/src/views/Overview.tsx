@@ -186,7 +186,7 @@ function RunList({ runs }: { runs: readonly Run[] }) {
             <Status value={run.status} />
             <Cell label="step" value={count(run.step)} />
             <Cell label="loss" value={number(run.loss, 4)} />
-            <Cell label="checkpoint" value={run.risk.safe ? <Ago at={run.risk.safe.created_at} /> : "never"} />
+            <Cell label="checkpoint" value={run.risk.safe ? <Ago at={run.risk.safe.created_at} /> : run.risk.isUnsaved ? "never" : "–"} />
           </Link>
         </li>
       ))}

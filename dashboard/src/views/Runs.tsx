@@ -50,7 +50,7 @@ function columnsFor(picked: readonly string[], pick: (id: string) => void): read
     { id: "step", header: "Step", value: of((r) => r.step), cell: (row) => count(row.run?.step), width: "80px", align: "right" },
     { id: "loss", header: "Loss", value: of((r) => r.loss), cell: (row) => number(row.run?.loss, 4), width: "80px", align: "right" },
     { id: "throughput", header: "Throughput", value: of((r) => r.throughput), cell: (row) => (row.run === null || row.run.throughput === null ? "–" : `${compact(row.run.throughput)} ${row.run.throughputUnit}`), width: "130px", align: "right" },
-    { id: "safe", header: "Checkpoint", value: of((r) => r.risk.safe?.created_at ?? null), cell: (row) => (row.run === null ? "–" : row.run.risk.safe ? <Ago at={row.run.risk.safe.created_at} /> : "never"), width: "120px", align: "right" },
+    { id: "safe", header: "Checkpoint", value: of((r) => r.risk.safe?.created_at ?? null), cell: (row) => (row.run === null ? "–" : row.run.risk.safe ? <Ago at={row.run.risk.safe.created_at} /> : row.run.risk.isUnsaved ? "never" : "–"), width: "120px", align: "right" },
     { id: "recoveries", header: "Recoveries", value: of((r) => r.recoveries.length), cell: (row) => count(row.run?.recoveries.length), width: "100px", align: "right" },
     { id: "logged", header: "Last logged", value: (row) => row.logged?.updated_at ?? null, cell: (row) => <Ago at={row.logged?.updated_at} />, width: "110px", align: "right" },
   ];

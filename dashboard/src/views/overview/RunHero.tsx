@@ -73,7 +73,7 @@ function Value(props: { label: string; value: string; unit?: string; children?: 
 
 /** What would be lost now, by failure domain. */
 function RiskLines({ run, now }: { run: Run; now: number }) {
-  const { safe, since } = run.risk;
+  const { safe, isUnsaved, since } = run.risk;
   return (
     <>
       <dt className="text-sm text-muted">Work at risk</dt>
@@ -82,7 +82,7 @@ function RiskLines({ run, now }: { run: Run; now: number }) {
       ) : (
         <dd>
           <Suspense fallback={<p className="text-sm text-muted">…</p>}><RiskList job={run.id} name={run.name} /></Suspense>
-          <p className="mt-1 text-sm text-faint">{safe ? <>last checkpoint <Ago at={safe.created_at} /></> : `no checkpoint for ${age(now - since)}`}</p>
+          <p className="mt-1 text-sm text-faint">{safe ? <>last checkpoint <Ago at={safe.created_at} /></> : isUnsaved ? `no checkpoint for ${age(now - since)}` : "none among the latest 100 checkpoints of all runs"}</p>
         </dd>
       )}
     </>

@@ -61,7 +61,7 @@ export function Checkpoints() {
     <Page
       title="Checkpoints"
       fill
-      subtitle={last ? <>latest: step {count(last.step)}, <Ago at={last.completed_at ?? last.created_at} /></> : "none completed yet"}
+      subtitle={last ? <>latest: step {count(last.step)}, <Ago at={last.completed_at ?? last.created_at} /></> : history.isSuccess && "none completed yet"}
       actions={
         <>
           <Input type="search" data-search aria-label="Search checkpoints" placeholder="Step, run, worker, path" value={search["q"] ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} />
@@ -77,7 +77,7 @@ export function Checkpoints() {
     >
       {history.isError && <ErrorNote error={history.error} onRetry={() => void history.refetch()} />}
       <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="History">
-        {history.isPending && all.length === 0 ? (
+        {history.isPending && shown.length === 0 ? (
           <div className="p-4"><Loading rows={8} /></div>
         ) : (
           <Table
@@ -90,7 +90,7 @@ export function Checkpoints() {
             selected={open?.id}
             onOpen={(each) => setFilters({ checkpoint: each.id })}
             empty={
-              all.length === 0 ? (
+              history.isError && all.length === 0 ? null : all.length === 0 ? (
                 <Empty icon={HardDriveDownload} title="No checkpoints yet">A checkpoint appears when a run saves to disk or object storage.</Empty>
               ) : (
                 <Empty icon={HardDriveDownload} title="No matching checkpoints">{plural(all.length, "checkpoint")} hidden. Clear filters to see them.</Empty>
@@ -99,38 +99,40 @@ export function Checkpoints() {
           />
         )}
       </section>
-      <CheckpointDrawer checkpoint={open} onClose={() => setFilters({ checkpoint: undefined })} />
+      <Drawer
+        open={search["checkpoint"] !== undefined}
+        onClose={() => setFilters({ checkpoint: undefined })}
+        title={open ? `Checkpoint at step ${count(open.step)}` : "Checkpoint"}
+        description={open?.reason ? <span className="foreign">{open.reason}</span> : undefined}
+      >
+        {open ? <Details checkpoint={open} /> : history.isPending ? <Loading rows={8} /> : history.isError ? <ErrorNote error={history.error} /> : <Empty title="Checkpoint not found">It was removed, or it is not among the newest.</Empty>}
+      </Drawer>
     </Page>
   );
 }
 
-function CheckpointDrawer(props: { checkpoint: Checkpoint | null; onClose: () => void }) {
-  const { checkpoint } = props;
+function Details({ checkpoint }: { checkpoint: Checkpoint }) {
   return (
-    <Drawer open={checkpoint !== null} onClose={props.onClose} title={checkpoint ? `Checkpoint at step ${count(checkpoint.step)}` : "Checkpoint"} description={checkpoint?.reason ? <span className="foreign">{checkpoint.reason}</span> : undefined}>
-      {checkpoint && (
-        <div className="flex flex-col gap-5">
-          <div className="flex items-center gap-4"><Status value={checkpoint.status} pill /><Ladder tiers={checkpoint.tiers} status={checkpoint.status} /></div>
-          <Facts
-            items={[
-              ["Run", <RunLink key="run" id={checkpoint.job_id} />],
-              ["Worker", <WorkerLink key="worker" id={checkpoint.worker_id} />],
-              ["Step", count(checkpoint.step)],
-              ["Epoch", count(checkpoint.epoch)],
-              ["Size", <Bytes key="size" value={checkpoint.size} />],
-              ["Throughput", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
-              ["Started", <Time key="started" at={checkpoint.created_at} />],
-              ["Completed", <Time key="completed" at={checkpoint.completed_at} />],
-              ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
-            ]}
-          />
-          <Copyable label="Path" text={checkpoint.path} />
-          <Copyable label="ID" text={checkpoint.id} />
-          <Copyable label="Digest" text={checkpoint.digest} />
-          {checkpoint.status === "completed" && <Where key={`where ${checkpoint.id}`} job={checkpoint.job_id} step={checkpoint.step} />}
-          {checkpoint.status === "completed" && <Verify key={checkpoint.id} id={checkpoint.id} size={checkpoint.size} />}
-        </div>
-      )}
-    </Drawer>
+    <div className="flex flex-col gap-5">
+      <div className="flex items-center gap-4"><Status value={checkpoint.status} pill /><Ladder tiers={checkpoint.tiers} status={checkpoint.status} /></div>
+      <Facts
+        items={[
+          ["Run", <RunLink key="run" id={checkpoint.job_id} />],
+          ["Worker", <WorkerLink key="worker" id={checkpoint.worker_id} />],
+          ["Step", count(checkpoint.step)],
+          ["Epoch", count(checkpoint.epoch)],
+          ["Size", <Bytes key="size" value={checkpoint.size} />],
+          ["Throughput", checkpoint.throughput_mb_s === null ? "–" : `${number(checkpoint.throughput_mb_s)} MB/s`],
+          ["Started", <Time key="started" at={checkpoint.created_at} />],
+          ["Completed", <Time key="completed" at={checkpoint.completed_at} />],
+          ...Object.entries(checkpoint.metadata).map(([name, value]) => [name, value] as const),
+        ]}
+      />
+      <Copyable label="Path" text={checkpoint.path} />
+      <Copyable label="ID" text={checkpoint.id} />
+      <Copyable label="Digest" text={checkpoint.digest} />
+      {checkpoint.status === "completed" && <Where key={`where ${checkpoint.id}`} job={checkpoint.job_id} step={checkpoint.step} />}
+      {checkpoint.status === "completed" && <Verify key={checkpoint.id} id={checkpoint.id} size={checkpoint.size} />}
+    </div>
   );
 }

@@ -13,7 +13,7 @@ import { Button, Input, RunFilter, Select } from "../components/controls";
 import { Drawer } from "../components/Dialog";
 import { Advice, IncidentPill } from "../components/IncidentCard";
 import { Page } from "../components/Page";
-import { Empty, Loading } from "../components/states";
+import { Empty, ErrorNote, Loading } from "../components/states";
 import { Table, type Column } from "../components/Table";
 import { Ago, Name, RunLink, Time } from "../components/values";
 import { dismiss, useDismissed } from "../dismissed";
@@ -43,6 +43,7 @@ export function Incidents() {
   const ready = useStore((s) => s.coordinator !== null);
   const older = useQuery({ queryKey: ["incidents", recent], queryFn: ({ signal }) => get<Incident[]>("/incidents", { limit: MOST }, signal), enabled: ready, placeholderData: (before) => before });
   const all = useMemo(() => together(recent, older.data ?? []), [recent, older.data]);
+  const isUnknown = all.length === 0 && !older.isSuccess;
   const { q, run, class: kind, state } = search;
   const shown = useMemo(() => matching(all, { q, run, class: kind, state }), [all, q, run, kind, state]);
   const runs = useMemo(() => [...new Set(all.map((each) => each.run))].sort(), [all]);
@@ -54,7 +55,7 @@ export function Incidents() {
     <Page
       title="Incidents"
       fill
-      subtitle={ready && plural(shown.length, "incident")}
+      subtitle={!isUnknown && plural(shown.length, "incident")}
       actions={
         <>
           <Input type="search" data-search aria-label="Search incidents" placeholder="Rank, host, signal, text" value={q ?? ""} onChange={(event) => setFilters({ q: event.target.value || undefined }, { replace: true })} className="w-52" />
@@ -74,9 +75,10 @@ export function Incidents() {
         </>
       }
     >
+      {older.isError && <ErrorNote error={older.error} onRetry={() => void older.refetch()} />}
       <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Incidents">
-        {!ready ? (
-          <div className="p-4"><Loading rows={8} /></div>
+        {isUnknown ? (
+          older.isError ? null : <div className="p-4"><Loading rows={8} /></div>
         ) : (
           <Table
             label="Incidents"
@@ -103,7 +105,7 @@ export function Incidents() {
         title={open ? `${kindOf(open)}, incident ${open.id}` : `Incident ${search["incident"] ?? ""}`}
         description={open && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><IncidentPill incident={open} /><span><Time at={open.opened_at} /></span></span>}
       >
-        {open ? <Detail incident={open} now={now} /> : older.isPending ? <Loading rows={8} /> : <Empty title="Incident not found">The coordinator keeps the latest {count(MOST)}.</Empty>}
+        {open ? <Detail incident={open} now={now} /> : older.isPending ? <Loading rows={8} /> : older.isError ? <ErrorNote error={older.error} /> : <Empty title="Incident not found">The coordinator keeps the latest {count(MOST)}.</Empty>}
       </Drawer>
     </Page>
   );

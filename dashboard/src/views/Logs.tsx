@@ -55,6 +55,7 @@ export function Logs() {
   const [paused, setPaused] = useState<readonly LogEntry[] | null>(null);
   useEffect(() => setPaused(null), [filter]);
   const shown = paused ?? lines;
+  const isUnknown = shown.length === 0 && !early.isSuccess;
   const added = paused ? newer(lines, paused.at(-1)?.id) : 0;
   const [open, setOpen] = useState<LogEntry | null>(null);
   const filtered = isFiltered(filter, job);
@@ -64,7 +65,7 @@ export function Logs() {
     <Page
       title="Logs"
       fill
-      subtitle={<span aria-live="off">{plural(shown.length, "line")}{paused ? ", paused" : ""}</span>}
+      subtitle={!isUnknown && <span aria-live="off">{plural(shown.length, "line")}{paused ? ", paused" : ""}</span>}
       actions={
         <>
           <Button aria-pressed={wrap} className="max-sm:hidden" onClick={() => setFilters({ wrap: wrap ? undefined : "1" })}><WrapText aria-hidden className="size-4" />Wrap</Button>
@@ -81,8 +82,8 @@ export function Logs() {
       {early.isError && <ErrorNote error={early.error} onRetry={() => void early.refetch()} />}
       {exporting.isError && <ErrorNote error={exporting.error} onRetry={() => exporting.mutate()} />}
       <section className="flex min-h-0 flex-1 flex-col overflow-hidden rounded-lg border bg-surface" aria-label="Lines">
-        {early.isPending && shown.length === 0 ? (
-          <div className="p-4"><Loading rows={12} /></div>
+        {isUnknown ? (
+          early.isError ? null : <div className="p-4"><Loading rows={12} /></div>
         ) : shown.length === 0 ? (
           <Empty icon={ScrollText} title={filtered ? "No matching lines" : "No log lines yet"}>
             {filtered ? "Clear filters to see all lines. New matches appear as they arrive." : "Logs of workers, tasks and the coordinator appear here."}

@@ -11,7 +11,7 @@ import { Facts, Meter } from "../components/Card";
 import { CopyButton } from "../components/Copy";
 import { Button } from "../components/controls";
 import { Confirm, Drawer } from "../components/Dialog";
-import { Empty, ErrorNote } from "../components/states";
+import { Empty, ErrorNote, Loading } from "../components/states";
 import { Status } from "../components/Status";
 import { Duration, Time, WorkerLink } from "../components/values";
 import { count, number, percent, plural } from "../format";
@@ -26,12 +26,13 @@ const WORKERS_SHOWN = 50;
 export function TaskDialogs(props: { starts: boolean; task: string | undefined; onChange: (change: Search) => void }) {
   const navigate = useNavigate();
   const task = useStore((state) => state.tasks.find((each) => each.id === props.task));
+  const ready = useStore((state) => state.coordinator !== null);
   const close = () => props.onChange({ task: undefined });
   return (
     <>
       <Start open={props.starts} onClose={() => props.onChange({ start: undefined })} onStarted={(id) => void navigate({ to: "/runs/$job", params: { job: id }, search: { task: id } })} />
       <Drawer open={props.task !== undefined && !props.starts} onClose={close} title={task?.name ?? props.task ?? "Task"} description={task ? <span className="foreign">{task.reason}</span> : undefined}>
-        {task ? <TaskDetails key={task.id} task={task} /> : <Empty title="Task not found">It was removed or never existed.</Empty>}
+        {task ? <TaskDetails key={task.id} task={task} /> : !ready ? <Loading rows={8} /> : <Empty title="Task not found">It was removed or never existed.</Empty>}
       </Drawer>
     </>
   );

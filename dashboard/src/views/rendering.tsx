@@ -1,6 +1,6 @@
 /** For tests: a view at an address, with the given state and responses of the coordinator. */
 
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { notifyManager, QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { createMemoryHistory, createRootRoute, createRouter, RouterProvider } from "@tanstack/react-router";
 import { act, type ReactNode } from "react";
 import { createRoot } from "react-dom/client";
@@ -11,6 +11,9 @@ import type { Snapshot } from "../api/types";
 import { parseSearch, stringifySearch } from "../search";
 import { NOW } from "../state/samples";
 import { dispatch, getState, reset } from "../state/store";
+
+// React draws a response in the same turn: a test waits for no timer.
+notifyManager.setScheduler(queueMicrotask);
 
 /** A path without a response is refused. */
 export type Responses = Record<string, unknown>;

@@ -1,11 +1,17 @@
 // @vitest-environment happy-dom
 
-import { expect, it } from "vitest";
+import { describe, expect, it } from "vitest";
 
+import { runsOf } from "../state/runs";
 import { barrier, checkpoint, NOW, snapshot, worker } from "../state/samples";
+import { getState } from "../state/store";
 import { Barriers } from "./Barriers";
 import { Checkpoints } from "./Checkpoints";
+import { RiskStat } from "./checkpoints/Safety";
+import { Incidents } from "./Incidents";
+import { Logs } from "./Logs";
 import { rowsIn, show } from "./rendering";
+import { TaskDialogs } from "./Tasks";
 import { Workers } from "./Workers";
 
 const chosen = (host: HTMLElement, label: string) => host.querySelector<HTMLSelectElement>(`select[aria-label="${label}"]`)?.value;
@@ -37,4 +43,45 @@ it("filters of workers are visible and can be cleared, also those that no worker
   expect(host.textContent).toContain("No matching workers");
   expect(chosen(host, "Run")).toBe("old");
   expect(host.querySelector("[aria-pressed=true]")?.textContent).toBe("failed 0");
+});
+
+describe("what is not known is not said to be nothing", () => {
+  const said = () => document.body.textContent ?? "";
+
+  it("checkpoints and incidents that could not be fetched", async () => {
+    const checkpoints = await show(Checkpoints, "/checkpoints", { snapshot: snapshot() });
+    expect(checkpoints.textContent).toContain("refused: /checkpoints");
+    expect(checkpoints.textContent).not.toMatch(/none completed|No checkpoints/);
+    const incidents = await show(Incidents, "/incidents?incident=7", { snapshot: snapshot() });
+    expect(incidents.textContent).toContain("refused: /incidents");
+    expect(said()).not.toMatch(/No incidents|0 incidents|not found/);
+  });
+
+  it("log lines that could not be fetched", async () => {
+    const host = await show(Logs, "/logs", { snapshot: snapshot() });
+    expect(host.textContent).toContain("refused: /logs");
+    expect(host.textContent).not.toContain("No log lines");
+  });
+
+  it("a checkpoint that does not exist, once all are known", async () => {
+    await show(Checkpoints, "/checkpoints?checkpoint=x", { snapshot: snapshot(), responses: { "/checkpoints": [] } });
+    expect(said()).toContain("Checkpoint not found");
+  });
+
+  it("a worker or a task before the first snapshot", async () => {
+    await show(Workers, "/workers?worker=w0");
+    expect(said()).not.toContain("not found");
+    await show(() => <TaskDialogs starts={false} task="t" onChange={() => undefined} />, "/");
+    expect(said()).not.toContain("not found");
+    await show(Workers, "/workers?worker=w9", { snapshot: snapshot() });
+    expect(said()).toContain("Worker not found");
+  });
+
+  it("work at risk of a run that trains", async () => {
+    const risk = async (of: Parameters<typeof show>[2]) => (await show(() => <RiskStat run={runsOf(getState())[0]!} />, "/", of)).textContent;
+    expect(await risk({ snapshot: snapshot() })).toBe("Work at risk–not available");
+    const losses = [{ domain: "process", label: "Process dies", steps: 3, from_step: 97, text: "3 steps" }, { domain: "machine", label: "Machine dies", steps: null, from_step: null, text: "everything" }];
+    expect(await risk({ snapshot: snapshot(), responses: { "/jobs/job/safety": { losses } } })).toBe("Work at risk3 stepsif a process dies; machine dies: all");
+    expect(await risk({ snapshot: snapshot({ workers: [worker({ status: "idle" })] }) })).toBe("Work at risknonenot training");
+  });
 });

@@ -4,9 +4,11 @@ import { useQuery } from "@tanstack/react-query";
 
 import { get } from "../../api/client";
 import type { Safety } from "../../api/types";
+import { Stat } from "../../components/Card";
 import { ErrorNote, Loading } from "../../components/states";
 import { Name } from "../../components/values";
-import { count } from "../../format";
+import { count, plural, UNKNOWN } from "../../format";
+import type { Run } from "../../state/runs";
 
 const REFETCH_MS = 2_000;
 
@@ -19,6 +21,21 @@ export function useSafety(job: string, step?: number) {
     queryFn: ({ signal }) => get<Safety>(`/jobs/${encodeURIComponent(job)}/safety`, step === undefined ? {} : { step }, signal),
     refetchInterval: REFETCH_MS,
   });
+}
+
+/** What the death of a process would lose, as a key number; the other failure domains as its hint. */
+export function RiskStat({ run }: { run: Run }) {
+  const found = useSafety(run.id);
+  const [first, ...others] = found.data?.losses ?? [];
+  if (run.risk.since === null) return <Stat label="Work at risk" value="none" hint="not training" />;
+  if (first === undefined) return <Stat label="Work at risk" value={UNKNOWN} hint={found.isError ? "not available" : "…"} />;
+  return (
+    <Stat
+      label="Work at risk"
+      value={first.steps === null ? "everything" : plural(first.steps, "step")}
+      hint={<span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>}
+    />
+  );
 }
 
 /** One line per failure domain. */

@@ -20,7 +20,7 @@ import { useFilters } from "../../search";
 import { generationLines, runsOf, timelineRows, whoSurvived, type Run } from "../../state/runs";
 import { throughputOf } from "../../state/series";
 import { useServerNow, useStore, useStory } from "../../state/store";
-import { useSafety } from "../checkpoints/Safety";
+import { RiskStat } from "../checkpoints/Safety";
 import { Restart, Stop } from "../Tasks";
 import { hasEnded } from "../tasks/progress";
 import { DrainRun, RunDrains } from "../workers/Drain";
@@ -153,8 +153,6 @@ type Range = (typeof RANGES)[number][0];
 
 function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metrics: RunMetrics | null | undefined; kept: Kept }) {
   const now = useServerNow();
-  const losses = useSafety(run.id).data?.losses ?? [];
-  const [risk, ...others] = run.risk.since === null ? [] : losses;
   const [filters, set] = useFilters();
   const generations = useStore((s) => s.generations);
   const eventLines = useStore((s) => s.eventLines);
@@ -194,7 +192,7 @@ function Story({ run, shown, metrics, kept }: { run: Run; shown: PanelRun; metri
         <Stat label="Loss" value={number(run.loss, 4)} />
         <Stat label="Throughput" value={compact(run.throughput)} unit={run.throughput === null ? "" : run.throughputUnit} />
         <Stat label="Workers" value={count(run.alive)} hint={run.failed > 0 ? `${count(run.failed)} lost` : `generation ${count(run.generation)}`} />
-        <Stat label="Work at risk" value={risk === undefined ? "none" : risk.steps === null ? "everything" : plural(risk.steps, "step")} hint={risk === undefined ? "not training" : <span title={others.map((each) => `${each.label}: ${each.text}`).join("\n")}>if a process dies; {others.map((each) => `${each.label.toLowerCase()}: ${each.steps === null ? "all" : count(each.steps)}`).join(", ")}</span>} />
+        <RiskStat run={run} />
         <Stat label="Recoveries" value={count(run.recoveries.length)} hint={run.recoveries[0] ? `last: ${duration(run.recoveries[0].total_s)}` : "none"} />
       </div>
       <RunDrains run={run} />

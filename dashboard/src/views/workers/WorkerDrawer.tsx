@@ -10,7 +10,7 @@ import { Chart } from "../../components/Chart";
 import { Facts, Meter } from "../../components/Card";
 import { Drawer } from "../../components/Dialog";
 import { LastLines } from "../../components/LastLines";
-import { Empty } from "../../components/states";
+import { Empty, Loading } from "../../components/states";
 import { Status } from "../../components/Status";
 import { Ago, RunLink, Time } from "../../components/values";
 import { bytes, count, duration, number, percent } from "../../format";
@@ -24,9 +24,10 @@ const BOOKKEEPING = /_total_s$|_began_s$|_started_s$|^total_steps$/;
 
 export function WorkerDrawer(props: { id: string | undefined; onClose: () => void }) {
   const worker = useStore((s) => (props.id ? s.workers.get(props.id) : undefined));
+  const ready = useStore((s) => s.coordinator !== null);
   return (
     <Drawer open={props.id !== undefined} onClose={props.onClose} title={props.id ?? ""} description={worker && <span className="flex flex-wrap items-center gap-x-3 gap-y-1"><Status value={worker.status} /><span>last heartbeat <Ago at={worker.last_heartbeat} /></span></span>}>
-      {worker ? <Details worker={worker} /> : <Empty title="Worker not found">It left, or it failed and was removed. Its logs may still be available: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent underline underline-offset-2">search logs</Link>.</Empty>}
+      {worker ? <Details worker={worker} /> : !ready ? <Loading rows={8} /> : <Empty title="Worker not found">It left, or it failed and was removed. Its logs may still be available: <Link to="/logs" search={{ worker: props.id ?? "" }} className="text-accent underline underline-offset-2">search logs</Link>.</Empty>}
     </Drawer>
   );
 }

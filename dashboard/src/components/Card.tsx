@@ -57,6 +57,7 @@ export function Meter(props: { value: number | null; max?: number; tone?: "accen
       aria-valuemin={0}
       aria-valuemax={max}
       aria-valuenow={Math.min(max, props.value ?? 0)}
+      aria-valuetext={props.value === null ? "unknown" : undefined}
       className={`h-1.5 w-full overflow-hidden rounded-full bg-hover ${props.className ?? ""}`}
     >
       <div className={`h-full rounded-full transition-[width] duration-500 ${tones[props.tone ?? "accent"]}`} style={{ width: `${share * 100}%` }} />

@@ -111,7 +111,7 @@ export function Workers() {
 function Grid(props: { paces: readonly Pace[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void }) {
   const { paces } = props;
   const hosts = useMemo(() => byHost(paces), [paces]);
-  if (paces.length > GRID_MOST) return <Band paces={paces} selected={props.selected} onOpen={props.onOpen} />;
+  if (paces.length > GRID_MOST) return <Band {...props} />;
   if (hosts.length === 1) return <Heatmap {...props} />;
   return (
     <div className="flex flex-col gap-4">

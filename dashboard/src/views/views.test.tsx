@@ -45,6 +45,13 @@ it("filters of workers are visible and can be cleared, also those that no worker
   expect(host.querySelector("[aria-pressed=true]")?.textContent).toBe("failed 0");
 });
 
+it("the exceptions of a large fleet are coloured as chosen", async () => {
+  const resources = { cpu_percent: 50, memory_used_bytes: 0, disk_read_bytes: 0, disk_write_bytes: 0, network_rx_bytes: 0, network_tx_bytes: 0, gpus: [] };
+  const workers = Array.from({ length: 250 }, (_, i) => worker({ id: `w${i}`, resources, slow: i === 7, last_heartbeat: Date.now() / 1000 }));
+  const host = await show(Workers, "/workers?color=load", { snapshot: snapshot({ workers }) });
+  expect(host.querySelector("[data-id=w7]")?.textContent).toContain("CPU 50 %");
+});
+
 describe("what is not known is not said to be nothing", () => {
   const said = () => document.body.textContent ?? "";
 

@@ -2,7 +2,7 @@
 
 import { count, plural } from "../../format";
 import { useServerNow } from "../../state/store";
-import { Heatmap } from "./Heatmap";
+import { Heatmap, type HeatmapColor } from "./Heatmap";
 import { exceptions, PACES, type Pace } from "./pace";
 
 const NAMED = 200;
@@ -21,7 +21,7 @@ export function PaceCounts({ paces }: { paces: readonly Pace[] }) {
   );
 }
 
-export function Band(props: { paces: readonly Pace[]; selected: string | undefined; onOpen: (id: string) => void }) {
+export function Band(props: { paces: readonly Pace[]; color: HeatmapColor; selected: string | undefined; onOpen: (id: string) => void }) {
   const now = useServerNow();
   const odd = exceptions(props.paces, now);
   return (
@@ -29,7 +29,7 @@ export function Band(props: { paces: readonly Pace[]; selected: string | undefin
       <PaceCounts paces={props.paces} />
       <section aria-label="Exceptions" className="flex flex-col gap-2">
         <h3 className="text-sm font-medium text-muted">{odd.length === 0 ? "No exceptions: no worker is lost, late, marked slow or over 30 % slower." : `${plural(odd.length, "exception")}: lost, late, marked slow, over 30 % slower, or in an unusual state`}</h3>
-        {odd.length > 0 && <Heatmap paces={odd.slice(0, NAMED)} color="pace" selected={props.selected} onOpen={props.onOpen} />}
+        {odd.length > 0 && <Heatmap paces={odd.slice(0, NAMED)} color={props.color} selected={props.selected} onOpen={props.onOpen} />}
         {odd.length > NAMED && <p className="text-sm text-faint">and {count(odd.length - NAMED)} more in the table</p>}
       </section>
     </div>

@@ -19,7 +19,6 @@ notifyManager.setScheduler(queueMicrotask);
 export type Responses = Record<string, unknown>;
 
 export async function show(View: () => ReactNode, address: string, known: { snapshot?: Snapshot; responses?: Responses } = {}): Promise<HTMLElement> {
-  Object.assign(globalThis, { IS_REACT_ACT_ENVIRONMENT: true });
   setTransport((path) => (known.responses && path in known.responses ? Promise.resolve(known.responses[path]) : Promise.reject(new ApiError(`refused: ${path}`, { status: 503, code: "refused" }))));
   reset();
   if (known.snapshot) {
@@ -31,16 +30,23 @@ export async function show(View: () => ReactNode, address: string, known: { snap
   const host = document.body.appendChild(document.createElement("div"));
   const root = createRoot(host);
   onTestFinished(async () => {
-    await act(async () => root.unmount());
+    await settled(async () => root.unmount());
     queries.clear();
     host.remove();
   });
-  await act(async () => {
+  await settled(async () => {
     await router.load();
     root.render(<QueryClientProvider client={queries}><RouterProvider router={router as never} /></QueryClientProvider>);
   });
-  await act(async () => vi.waitUntil(() => queries.isFetching() === 0));
+  await settled(async () => void (await vi.waitUntil(() => queries.isFetching() === 0)));
   return host;
+}
+
+/** Runs until React has drawn the result. Between such calls the page draws by itself: its clock ticks. */
+async function settled(work: () => Promise<void>): Promise<void> {
+  Object.assign(globalThis, { IS_REACT_ACT_ENVIRONMENT: true });
+  await act(work);
+  Object.assign(globalThis, { IS_REACT_ACT_ENVIRONMENT: false });
 }
 
 /** Rows of a table, drawn or not. */

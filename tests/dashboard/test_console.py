@@ -114,8 +114,10 @@ def follow_the_card(page: Browser, number: int) -> None:
     page.choose("State", "")
     page.fill("Search incidents", "rank 1")
     page.see(css="[role=row]:has-text('rank 1')")
-    page.open("/logs?q=rank+1&level=error")
+    page.open(f"/incidents?incident={number}")
+    page.click("link", "Search logs")
     page.see(css="[role=log] [data-row]:has-text('rank 1')")
+    page.until("new URLSearchParams(location.search).get('task') === 'seen'")
 
 
 def dismiss_it(page: Browser, number: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from strata.core.faults.failures import Failure
 from strata.core.messages import JobId, ReportFailure
+from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS, failure_report
@@ -264,7 +265,7 @@ class TrainingOrchestrator:
         return self._wait(
             self._register_dataset(
                 dataset_request(
-                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                    dataset_id, path, format, total_samples, shard_size, shuffle, seed, metadata or {}
                 )
             )
         )
@@ -283,7 +284,7 @@ class TrainingOrchestrator:
         return await self._await(
             self._register_dataset(
                 dataset_request(
-                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                    dataset_id, path, format, total_samples, shard_size, shuffle, seed, metadata or {}
                 )
             )
         )
@@ -293,29 +294,39 @@ class TrainingOrchestrator:
         return answer.total_shards
 
     def get_shards(
-        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`; or that of its fellow with this rank."""
-        return self._wait(self._get_shards(dataset_id, epoch, worker_rank))
+        """Every shard that is this worker's to read in `epoch`; or that of the worker with this rank or id, which may be asked
+        without having registered."""
+        return self._wait(self._get_shards(dataset_id, epoch, worker_rank, worker_id))
 
     async def get_shards_async(
-        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> list[ShardAssignment]:
-        return await self._await(self._get_shards(dataset_id, epoch, worker_rank))
+        return await self._await(self._get_shards(dataset_id, epoch, worker_rank, worker_id))
 
     async def _get_shards(
-        self, dataset_id: str, epoch: int, worker_rank: int | None
+        self, dataset_id: str, epoch: int, worker_rank: int | None, worker_id: str
     ) -> list[ShardAssignment]:
-        me = self._me()
+        me = self._session.registration
+        if me is None and worker_rank is None and not worker_id:
+            raise NotRegistered
         request = message(
             pb.GetDataShardRequest,
-            worker_id=me.assigned_id,
+            worker_id=me.assigned_id if me is not None else "",
             dataset_id=dataset_id,
             epoch=epoch,
-            incarnation=me.incarnation,
+            incarnation=me.incarnation if me is not None else 0,
             worker_rank=worker_rank,
+            of_worker_id=worker_id,
+            job_id=self.job_id,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
+        if worker_id and answer.worker_id != worker_id:
+            raise StrataError(
+                "The coordinator is of an earlier version, which does not give out other workers' shards by id.",
+                hint="Ask by rank: get_shard(dataset_id, worker_rank=…); or upgrade the coordinator.",
+            )
         return [shard_assignment(shard) for shard in answer.shards]
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:

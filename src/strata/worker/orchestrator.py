@@ -12,17 +12,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from strata.core.faults.failures import Failure
 from strata.core.messages import JobId, ReportFailure
+from strata.core.types import WORKER_STATES
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS, failure_report
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import CoordinatorUnavailable, NotRegistered
+from strata.worker.errors import CoordinatorUnavailable, NotRegistered, SessionClosed
 from strata.worker.outbox import MetricOutbox, ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
@@ -34,6 +36,7 @@ from strata.worker.values import (
     dataset_request,
     message,
     non_negative,
+    one_of,
     shard_assignment,
 )
 
@@ -192,7 +195,7 @@ class TrainingOrchestrator:
         if current_epoch is not None:
             status.current_epoch = non_negative("current_epoch", current_epoch)
         if state is not None:
-            status.state = state
+            status.state = one_of("state", state, WORKER_STATES)
         if task is not None:
             status.current_task = task
         if metrics is not None:
@@ -425,7 +428,7 @@ class TrainingOrchestrator:
             epoch=epoch,
             path=path,
             size_bytes=size_bytes,
-            status=STATUS_NUMBERS[status],
+            status=STATUS_NUMBERS[one_of("status", status, STATUS_NUMBERS)],
             tiers=list(tiers),
             digest=digest,
             duration_s=duration_s,
@@ -563,6 +566,8 @@ class TrainingOrchestrator:
         except KeyboardInterrupt:
             future.cancel()
             raise
+        except CancelledError:
+            raise SessionClosed(self._session.address) from None
 
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._session.submit(work))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -140,6 +140,12 @@ def message(kind: Callable[..., T], **values: Any) -> T:
         return kind(**values)
     except (TypeError, ValueError, UnicodeError) as error:
         raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> str:
+    if value not in known:
+        raise InvalidArgument(name, f"is '{value}'; it must be one of {', '.join(known)}.")
+    return value
 
 
 def non_negative(name: str, value: int) -> int:

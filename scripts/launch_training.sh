@@ -3,7 +3,7 @@
 #
 #   --config FILE      examples/configs/small.yaml, or $CONFIG_FILE
 #   --script FILE      a script of your own instead of the built-in trainer
-#   --nnodes MIN:MAX   1:1 or $NNODES     --nproc N   1 or $NPROC_PER_NODE     --max-restarts N   100
+#   --nnodes MIN:MAX   1:1, $NNODES or $MIN_NODES:$MAX_NODES     --nproc N   1 or $NPROC_PER_NODE     --max-restarts N   100
 #   --backend NAME     strata | etcd | etcd-v2 | c10d     (strata)
 #   --endpoint H:P     where the rendezvous is, or $RDZV_ENDPOINT (with strata on one machine none; on several
 #                      localhost:50051 or $COORDINATOR_ADDR; localhost:2379 for etcd; localhost:29400 for c10d)
@@ -14,9 +14,14 @@
 # Sets what torchrun leaves at minutes to seconds, and what makes every restart clean.
 set -euo pipefail
 
-config=${CONFIG_FILE:-examples/configs/small.yaml} script='' nnodes=${NNODES:-1:1} nproc=${NPROC_PER_NODE:-1}
+config=${CONFIG_FILE:-examples/configs/small.yaml} script='' nproc=${NPROC_PER_NODE:-1}
 backend=${RDZV_BACKEND:-strata} endpoint=${RDZV_ENDPOINT:-} id=${RDZV_ID:-strata-training} max_restarts=100
 local_addr='' dry_run=''
+nnodes=${NNODES:-1:1}
+if [[ -n ${MIN_NODES:-}${MAX_NODES:-} ]]; then
+  low=${MIN_NODES:-${NNODES:-1}}
+  nnodes=$low:${MAX_NODES:-${NNODES:-$low}}
+fi
 while (($#)); do
   case $1 in
     --config | --script | --nnodes | --nproc | --max-restarts | --backend | --endpoint | --id | --local-addr)

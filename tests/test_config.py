@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -154,11 +155,20 @@ def test_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     assert "must be a table" in problems(file=write(tmp_path / "c.toml", "coordinator = 5"))[0]
 
 
-def test_misspelt_section_is_a_problem_and_others_are_left_alone(tmp_path: Path) -> None:
+def test_misspelt_section_is_a_problem_and_others_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = problems(file=write(tmp_path / "a.toml", "[cordinator]\ngrpc_port = 1\n"))
     assert "did you mean [coordinator]?" in found[0]
-    settings = read_settings(file=write(tmp_path / "b.toml", "[training]\nlr = 1\n"), environ={})
+    with caplog.at_level(logging.WARNING):
+        settings = read_settings(file=write(tmp_path / "b.toml", "[training]\nlr = 1\n"), environ={})
     assert settings == read_settings(environ={})
+    assert "changes nothing; known tables: [coordinator], [notify]" in caplog.text
+
+
+def test_a_key_outside_a_table_is_a_problem(tmp_path: Path) -> None:
+    found = problems(file=write(tmp_path / "a.toml", "http_port = 4000\n"))
+    assert found == [f"http_port in {tmp_path / 'a.toml'} is outside a table; put it below [coordinator]"]
 
 
 def test_open_address_needs_a_token_or_client_certificates(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ def test_the_table_has_no_variable_that_nothing_reads() -> None:
         ("RUST_LOG", " (did you mean STRATA_LOG?)"),
         ("CHECKPOINT_PATH", " (did you mean CHECKPOINT_DIR?)"),
         ("STRATA_ZZZZZZZZZZZZ", ""),
+        ("STORAGE_BACKND", " (did you mean STORAGE_BACKEND?)"),
+        ("LOGFORMAT", " (did you mean LOG_FORMAT?)"),
+        ("WORKERID", " (did you mean WORKER_ID?)"),
     ],
 )
 def test_a_variable_that_changes_nothing_is_named_with_the_nearest(name: str, meant: str) -> None:
@@ -46,7 +49,7 @@ def test_a_variable_that_changes_nothing_is_named_with_the_nearest(name: str, me
 
 
 def test_variables_of_others_and_of_kubernetes_are_left_alone() -> None:
-    others = ["PATH", "NCCL_DEBUG", "STRATA_TOKEN", "NNODES", "ETCD_NAME"]
+    others = ["PATH", "NCCL_DEBUG", "STRATA_TOKEN", "NNODES", "ETCD_NAME", "NODE_ID", "WORKER", "LOGNAME"]
     links = {
         "STRATA_SERVICE_HOST": "10.0.0.7",
         "STRATA_SERVICE_PORT": "50051",

@@ -119,6 +119,10 @@ def environment() -> Mapping[str, str]:
     return found
 
 
+TABLES = ("coordinator", "notify")
+"""Of a settings file."""
+
+
 def read_env_file(path: Path) -> dict[str, str]:
     """All variables of a file that its user has named. Raises `ConfigError`."""
     if not path.is_file():
@@ -170,10 +174,14 @@ def read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any
         problems.append(f"{file} is not valid TOML: {error}")
     else:
         part = document.get(section, {})
-        if section not in document:
-            near = difflib.get_close_matches(section, document, n=1, cutoff=0.8)
-            if near:
-                problems.append(f"[{near[0]}] in {file} is not a known table; did you mean [{section}]?")
+        for name in (name for name in document if name not in TABLES):
+            near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.8)
+            if not isinstance(document[name], dict):
+                problems.append(f"{name} in {file} is outside a table; put it below [{TABLES[0]}]")
+            elif near:
+                problems.append(f"[{name}] in {file} is not a known table; did you mean [{near[0]}]?")
+            elif section == TABLES[0]:  # Of another program that shares the file, perhaps.
+                log.warning("[%s] in %s changes nothing; known tables: [%s]", name, file, "], [".join(TABLES))
         if isinstance(part, dict):
             return part
         problems.append(f"{section} in {file} must be a table: [{section}]")

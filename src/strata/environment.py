@@ -112,6 +112,8 @@ KNOWN = frozenset(
         "CHECKPOINT_DIR",
         "STORAGE_BACKEND",
         "NNODES",
+        "MIN_NODES",
+        "MAX_NODES",
         "NPROC_PER_NODE",
         "RDZV_BACKEND",
         "RDZV_ENDPOINT",
@@ -154,6 +156,8 @@ SAFE = frozenset(
         "STRATA_TASK_STOP_TIMEOUT",
         "STRATA_TASK_WORKERS",
         "NNODES",
+        "MIN_NODES",
+        "MAX_NODES",
         "NPROC_PER_NODE",
         "RDZV_ID",
         "WORKER_ID",
@@ -187,6 +191,16 @@ def refused_in_dotenv(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in SAFE and (name in KNOWN or name.startswith(OURS)))
 
 
+def nodes_wanted(environ: Mapping[str, str]) -> str:
+    """How many machines are to take part, or a range of them, MIN:MAX; empty where nothing is said. `MIN_NODES` and `MAX_NODES` are
+    the ends of a range; where one of them is not set, `NNODES` is that end."""
+    nodes, low, high = (environ.get(name, "") for name in ("NNODES", "MIN_NODES", "MAX_NODES"))
+    if not (low or high):
+        return nodes
+    low = low or nodes or "1"
+    return f"{low}:{high or nodes or low}"
+
+
 def unread(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each variable that changes nothing, in alphabetical order."""
     found = []
@@ -196,6 +210,8 @@ def unread(environ: Mapping[str, str] | None = None) -> list[str]:
         near = OTHER_NAMES.get(name)
         if near is None and name.startswith(OURS):
             near = next(iter(get_close_matches(name, KNOWN, n=1)), "")
+        elif near is None:  # May be anybody's: named where a letter or an underscore is wrong.
+            near = next(iter(get_close_matches(name, KNOWN, n=1, cutoff=0.93)), None)
         if near is not None:
             meant = f" (did you mean {near}?)" if near else ""
             found.append(f"the environment variable {name} changes nothing{meant}")

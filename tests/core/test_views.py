@@ -21,6 +21,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.types import WORKER_STATES
 from tests.core.builders import Fleet, data_json, shown, trained
 
 KEY = (JobId("default"), DatasetId("d"), 0)
@@ -48,7 +49,7 @@ def view_of(fleet: Fleet, worker: str) -> views.WorkerView:
 # --- workers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", sorted(views.WORKER_STATES))
+@pytest.mark.parametrize("state", WORKER_STATES)
 def test_a_present_worker_has_the_status_it_reports(fleet: Fleet, state: str) -> None:
     reports(fleet, "a", state)
     assert view_of(fleet, "a").status == state

@@ -196,9 +196,11 @@ class Coordinator:
         self.registered.append((dataset_id, path, format, total_samples, shard_size, shuffle, seed))
         return 4
 
-    def get_shards(self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None) -> Sequence[Any]:
+    def get_shards(
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
+    ) -> Sequence[Any]:
         class Assigned:
-            shard_id, start, stop, done, file_paths = 3, 30, 40, 2, ("a", "b")
+            shard_id, start, stop, done, file_paths, total_shards = 3, 30, 40, 2, ("a", "b"), 4
 
         return [Assigned()]
 
@@ -213,7 +215,7 @@ def test_with_a_coordinator_calls_go_there() -> None:
         ("e", "e", "samples", 100, 10, True, 42),
     ]
     assert registry.get_shards("d", "w", 2) == [
-        Shard(id=3, start=30, stop=40, done=2, file_paths=("a", "b"), dataset_id="d", epoch=2)
+        Shard(id=3, start=30, stop=40, done=2, file_paths=("a", "b"), dataset_id="d", epoch=2, total_shards=4)
     ]
     assert registry.get_shard("d", 0, 2) == ["a", "b"]
     for call in (registry.datasets, registry.active_workers, lambda: registry.register_worker("w")):

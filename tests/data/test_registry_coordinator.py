@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from strata.core.data.ledger import DataCommit
+from strata.core.messages import InvalidArgument
 from strata.data.errors import DataError
 from strata.data.reader import DatasetReader
 from strata.data.shards.registry import DatasetRegistry
 from strata.data.shards.stream import ShardStream
 from strata.errors import StrataError
+from strata.worker.errors import NotRegistered
 from strata.worker.orchestrator import TrainingOrchestrator
 from tests.support import Coordinator
 
@@ -82,6 +84,46 @@ def test_each_rank_has_its_own_files_whoever_asks(coordinator: Coordinator, file
         assert own == set(by_rank[b.topology.rank])
         with pytest.raises(StrataError, match="there are 2 workers"):
             mine.get_shard("d", worker_rank=2)
+
+
+def test_shards_of_another_worker_are_given_by_its_id(coordinator: Coordinator, files: Path) -> None:
+    with TrainingOrchestrator(coordinator.address) as a, TrainingOrchestrator(coordinator.address) as b:
+        a.register_worker("a", "host", 1)
+        b.register_worker("b", "host", 2)
+        mine, yours = DatasetRegistry(a), DatasetRegistry(b)
+        mine.register("d", files, "jsonl", shard_size=25)
+        assert mine.get_shards("d", "b", 0) == yours.get_shards("d", epoch=0) != mine.get_shards("d", "a", 0)
+        assert {shard.total_shards for shard in mine.get_shards("d")} == {4}
+        with pytest.raises(StrataError, match="'nobody' is not known") as refusal:
+            mine.get_shards("d", "nobody", 0)
+        assert refusal.value.hint == "Workers of this job: a, b."
+
+
+def test_who_is_no_worker_may_ask_about_one_and_does_not_become_one(
+    coordinator: Coordinator, files: Path
+) -> None:
+    registry = DatasetRegistry(f"http://{coordinator.address}")
+    with TrainingOrchestrator(coordinator.address) as worker:
+        registry.register("d", files, "jsonl", shard_size=25)
+        with pytest.raises(StrataError, match="there are 0 workers"):
+            registry.get_shard("d", worker_rank=0)
+        worker.register_worker("a", "host", 1)
+        assert sorted(registry.get_shard("d", worker_rank=0)) == sorted(map(str, files.glob("*.jsonl")))
+        assert len(registry.get_shards("d", "a")) == 4
+        with pytest.raises(NotRegistered):
+            registry.get_shards("d")
+    registry.close()
+
+
+@pytest.mark.parametrize("numbers", [{"shard_size": 0}, {"total_samples": 0}, {"shard_size": -1}])
+def test_sizes_that_cannot_be_are_refused_before_anything_is_registered(
+    coordinator: Coordinator, files: Path, numbers: dict[str, int]
+) -> None:
+    registry = DatasetRegistry(f"http://{coordinator.address}")
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        registry.register("d", files, "jsonl", **numbers)
+    assert coordinator.get("/api/datasets") == []
+    registry.close()
 
 
 def test_files_are_found_where_only_the_worker_sees_them(coordinator: Coordinator, files: Path) -> None:

@@ -230,6 +230,9 @@ def test_a_launch_is_described_by_the_common_variables() -> None:
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 8, "gpu")
     assert (config.rdzv_endpoint, config.rdzv_id) == ("head:2379", "mine")
     assert ElasticTrainingConfig.from_env({"NNODES": "3"}).max_nodes == 3
+    ranged = ElasticTrainingConfig.from_env({"NNODES": "4", "MIN_NODES": "2", "MAX_NODES": "8"})
+    assert (ranged.min_nodes, ranged.max_nodes) == (2, 8)
+    assert ElasticTrainingConfig.from_env({"NNODES": "4", "MIN_NODES": "2"}).max_nodes == 4
     assert ElasticTrainingConfig.from_env({}) == ElasticTrainingConfig()
     with pytest.raises(DistributedSetupError, match="NNODES must be a whole number, not 'two'"):
         ElasticTrainingConfig.from_env({"NNODES": "two"})

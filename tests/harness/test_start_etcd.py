@@ -127,7 +127,9 @@ def test_launcher_prints_seconds_and_a_clean_store() -> None:
 
 def test_launcher_takes_the_common_variables_and_its_flags_win() -> None:
     given = {
-        "NNODES": "2:4",
+        "NNODES": "3",
+        "MIN_NODES": "2",
+        "MAX_NODES": "4",
         "NPROC_PER_NODE": "8",
         "RDZV_ENDPOINT": "head:2379",
         "RDZV_ID": "mine",

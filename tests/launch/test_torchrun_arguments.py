@@ -245,6 +245,27 @@ def test_common_variables_count_as_flags_and_flags_win(monkeypatch: pytest.Monke
     assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id) == ("1", "strata", "", "other")
     monkeypatch.setenv("PET_RDZV_ID", "torchs")
     assert parse(["train.py"]).rdzv_id == "torchs"
+    monkeypatch.setenv("MAX_NODES", "8")
+    monkeypatch.setenv("NNODES", "2")
+    assert parse(["train.py"]).nnodes == "2:8"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: training_script"),
+        (["nowhere.py"], "error: there is no script nowhere.py"),
+        (["--nnodes=x", "nowhere.py"], "--nnodes=x: give a number of machines, or a range, such as 1:4"),
+        (["--nproc-per-node=0", "nowhere.py"], "--nproc-per-node=0: give at least one worker"),
+    ],
+)
+def test_a_call_that_cannot_work_is_answered_in_a_sentence(words: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "strata.launch.agent", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_agent_of_our_own_names_its_rendezvous_whatever_the_variables_say(

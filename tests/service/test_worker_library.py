@@ -16,9 +16,10 @@ import pytest
 from strata import TrainingOrchestrator
 from strata.coordinator.grpc.streams import MESSAGES_PER_SECOND
 from strata.core.data.ledger import DataCommit, RankRecord
+from strata.core.messages import InvalidArgument
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered
+from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, NotRegistered, SessionClosed
 from strata.worker.outbox import LINES_KEPT, LogOutbox
 from strata.worker.session import Topology
 from tests.service.clients import RawSession, channel, stub
@@ -52,6 +53,41 @@ def test_heartbeats_carry_state_and_metrics(shared: Coordinator, worker: Trainin
     assert seen["metadata"] == {"zone": "b"}
     assert seen["connected"]
     worker.deregister()
+
+
+def test_states_and_statuses_that_do_not_exist_are_refused(worker: TrainingOrchestrator) -> None:
+    worker.register_worker("odd", port=7)
+    with pytest.raises(InvalidArgument, match="state: is 'bogus'; it must be one of active, idle, training"):
+        worker.heartbeat(1, state="bogus")
+    with pytest.raises(InvalidArgument, match="status: is 'bogus'; it must be one of"):
+        worker.notify_checkpoint("c", 1, status="bogus")  # type: ignore[arg-type]
+    worker.deregister()
+
+
+def test_a_call_after_close_says_so(shared: Coordinator) -> None:
+    worker = TrainingOrchestrator(shared.address, job_id="library")
+    worker.close()
+    with pytest.raises(SessionClosed, match="was closed by this process"):
+        worker.register_worker("late", port=7)
+
+
+def test_a_call_that_close_cuts_off_says_so() -> None:
+    """Nobody listens there: the call would be tried again for a long time."""
+    worker = TrainingOrchestrator("127.0.0.1:1", timeout_s=600)
+    caught: list[BaseException] = []
+
+    def register() -> None:
+        try:
+            worker.register_worker("w", port=7)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=register)
+    thread.start()
+    eventually(lambda: asyncio.all_tasks(worker._session._loop), within_s=30)
+    worker.close()
+    thread.join(30)
+    assert [type(error) for error in caught] == [SessionClosed]
 
 
 def test_news_of_others_reaches_a_listener_and_a_failing_one_does_no_harm(shared: Coordinator) -> None:

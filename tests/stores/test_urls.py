@@ -122,6 +122,13 @@ def test_the_prefix_of_a_bucket_follows_the_rules_of_keys() -> None:
         ({"STORAGE_BACKEND": "S3", "CHECKPOINT_BUCKET": "my-ml-checkpoints"}, "s3://my-ml-checkpoints"),
         ({"STORAGE_BACKEND": "s3", "CHECKPOINT_BUCKET": "bucket/prefix"}, "s3://bucket/prefix"),
         ({"CHECKPOINT_BUCKET": "s3://bucket/prefix"}, "s3://bucket/prefix"),
+        ({"CHECKPOINT_DIR": "/data/x"}, "file:///data/x"),
+        ({"CHECKPOINT_DIR": "/data/x", "CHECKPOINT_BUCKET": "s3://bucket"}, "s3://bucket"),
+        (
+            {"STORAGE_BACKEND": "local", "CHECKPOINT_DIR": "/data/x", "CHECKPOINT_BUCKET": "bucket"},
+            "file:///data/x",
+        ),
+        ({"STORAGE_BACKEND": "s3", "CHECKPOINT_DIR": "/data/x", "CHECKPOINT_BUCKET": "b"}, "s3://b"),
     ],
 )
 def test_the_environment_names_a_store(environment: dict[str, str], url: str) -> None:
@@ -134,6 +141,8 @@ def test_the_environment_names_a_store(environment: dict[str, str], url: str) ->
     [
         ({}, "CHECKPOINT_BUCKET="),
         ({"STORAGE_BACKEND": "s3"}, "CHECKPOINT_BUCKET="),
+        ({"STORAGE_BACKEND": "s3", "CHECKPOINT_DIR": "/data/x"}, "CHECKPOINT_BUCKET="),
+        ({"STORAGE_BACKEND": "tape", "CHECKPOINT_DIR": "/data/x"}, "STORAGE_BACKEND=local, s3,"),
         ({"CHECKPOINT_BUCKET": "bucket"}, "STORAGE_BACKEND=local, s3, gcs, azure or memory"),
         (
             {"STORAGE_BACKEND": "tape", "CHECKPOINT_BUCKET": "bucket"},

@@ -33,8 +33,6 @@ def without_peers(
 
 
 def open_stores(path: Destination | Sequence[Destination] | None) -> list[Store]:
-    if path is None and not os.environ.get("CHECKPOINT_BUCKET"):
-        path = os.environ.get("CHECKPOINT_DIR") or None
     if path is None:
         return [store_from_env()]
     destinations = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]

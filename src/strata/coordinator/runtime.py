@@ -48,6 +48,7 @@ from strata.core.fleet.task_views import TaskView
 from strata.core.fleet.tasks import ENDED
 from strata.core.messages import Event, TaskId, TaskStatus
 from strata.core.stream_events import LogsSkipped
+from strata.core.types import WORKER_STATES
 from strata.core.views import LogView
 from strata.launch.recipes import Recipe, Recipes
 from strata.launch.recipes_builtin import BUILT_IN
@@ -194,7 +195,7 @@ class Runtime:
         for member in cluster.membership.members.values():
             status = views.worker_status(cluster, member)
             counts[status] = counts.get(status, 0) + 1
-        for state in views.WORKER_STATES:
+        for state in WORKER_STATES:
             self.metrics.workers.labels(state).set(counts.get(state, 0))
         self.metrics.generation.set(cluster.membership.generation)
         self.metrics.sessions.set(len(self.sessions))

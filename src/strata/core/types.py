@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NewType, get_args
 
 WorkerId = NewType("WorkerId", str)
 JobId = NewType("JobId", str)
@@ -19,6 +19,10 @@ DEFAULT_JOB = JobId("default")
 
 CheckpointStatus = Literal["in_progress", "completed", "failed"]
 TaskStatus = Literal["pending", "running", "completed", "failed", "stopped"]
+WorkerState = Literal[
+    "active", "idle", "training", "checkpointing", "recovering", "failed", "initializing", "loading"
+]
+WORKER_STATES = get_args(WorkerState)
 CauseKind = Literal["exit", "signal", "exception", "oom", "lost", "launch"]
 
 

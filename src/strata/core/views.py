@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, get_args
+from typing import Literal
 
 from strata.core.cluster import Cluster
 from strata.core.data.audit import AuditReport, Commit, audit_all
@@ -30,11 +30,8 @@ from strata.core.messages import (
     Resources,
     TaskId,
 )
+from strata.core.types import WORKER_STATES, WorkerState
 
-WorkerState = Literal[
-    "active", "idle", "training", "checkpointing", "recovering", "failed", "initializing", "loading"
-]
-WORKER_STATES: frozenset[str] = frozenset(get_args(WorkerState))
 COUNTED_ACTIVE = frozenset({"active", "training", "checkpointing"})
 
 

@@ -30,6 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from strata.core.faults.restarts import PolicyError
+from strata.environment import nodes_wanted
 from strata.rendezvous import (
     LOOPBACK,
     LOOPBACK_ONLY,
@@ -50,8 +51,8 @@ MONITOR_S = 0.1
 VARIABLES = {**TORCHRUN_ENVIRONMENT, "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """For the agent and all it starts, where the environment says nothing else. Torch's libraries log twenty lines of addresses for every
 connection that ends with a peer."""
-COMMON_VARIABLES = ("NNODES", "NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
-"""What job scripts set, each for the flag of its name."""
+COMMON_VARIABLES = ("NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
+"""What job scripts set, each for the flag of its name; and `nodes_wanted`."""
 WRONG_CALL = 2
 UNSAFE_BACKENDS = {
     "c10d": "--rdzv-backend=c10d opens torch's rendezvous on every interface of this machine, without a password, and "
@@ -77,7 +78,7 @@ def may_be_warm(words: Sequence[str]) -> bool:
 
 def run_named(words: Sequence[str]) -> str:
     """The run's id, where the call names it: asked before torch, and with it the parser, is imported."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
         if name in ("--rdzv-id", "--rdzv_id"):
             return value or following
@@ -102,6 +103,8 @@ def parse(words: Sequence[str]) -> Namespace:
         "start_method": None,
     }
     ours |= {name.lower(): os.environ[name] for name in COMMON_VARIABLES if os.environ.get(name)}
+    if nodes := nodes_wanted(os.environ):
+        ours["nnodes"] = nodes
     parser.set_defaults(
         **{key: value for key, value in ours.items() if f"PET_{key.upper()}" not in os.environ}
     )
@@ -144,9 +147,16 @@ def _fill(args: Namespace) -> None:
 
     try:
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError, AssertionError):
+        raise _WrongCall(
+            f"--nnodes={args.nnodes}: give a number of machines, or a range, such as 1:4"
+        ) from None
+    try:
         workers = determine_local_world_size(args.nproc_per_node)
-    except (ValueError, RuntimeError) as error:
-        raise _WrongCall(str(error)) from None
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise _WrongCall(f"--nproc-per-node={args.nproc_per_node}: {error}") from None
+    if workers < 1:
+        raise _WrongCall(f"--nproc-per-node={args.nproc_per_node}: give at least one worker")
     try:
         run_policy()
     except PolicyError as error:
@@ -223,6 +233,9 @@ def launch(words: Sequence[str]) -> int:
     from strata.rendezvous.warm import warm_up
 
     args = parse(words)
+    if not (args.module or args.no_python or os.path.exists(args.training_script)):
+        print(f"strata torchrun: error: there is no script {args.training_script}", file=sys.stderr)
+        return WRONG_CALL
     warm_up(args.rdzv_id)
     RegroupingAgent.wanted_spares = args.spares
     with ExitStack() as cleanup:

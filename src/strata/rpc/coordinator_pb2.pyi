@@ -273,23 +273,27 @@ class ListDatasetsResponse(_message.Message):
     def __init__(self, datasets: _Optional[_Iterable[_Union[Dataset, _Mapping]]] = ...) -> None: ...
 
 class GetDataShardRequest(_message.Message):
-    __slots__ = ("worker_id", "dataset_id", "epoch", "incarnation", "generation", "worker_rank")
+    __slots__ = ("worker_id", "dataset_id", "epoch", "incarnation", "generation", "worker_rank", "of_worker_id", "job_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
+    OF_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     dataset_id: str
     epoch: int
     incarnation: int
     generation: int
     worker_rank: int
-    def __init__(self, worker_id: _Optional[str] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., worker_rank: _Optional[int] = ...) -> None: ...
+    of_worker_id: str
+    job_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., worker_rank: _Optional[int] = ..., of_worker_id: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
 
 class ShardAssignment(_message.Message):
-    __slots__ = ("shard_id", "start_index", "end_index", "file_paths", "samples_done", "dataset_id", "epoch")
+    __slots__ = ("shard_id", "start_index", "end_index", "file_paths", "samples_done", "dataset_id", "epoch", "total_shards")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +301,7 @@ class ShardAssignment(_message.Message):
     SAMPLES_DONE_FIELD_NUMBER: _ClassVar[int]
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SHARDS_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     start_index: int
     end_index: int
@@ -304,19 +309,22 @@ class ShardAssignment(_message.Message):
     samples_done: int
     dataset_id: str
     epoch: int
-    def __init__(self, shard_id: _Optional[int] = ..., start_index: _Optional[int] = ..., end_index: _Optional[int] = ..., file_paths: _Optional[_Iterable[str]] = ..., samples_done: _Optional[int] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    total_shards: int
+    def __init__(self, shard_id: _Optional[int] = ..., start_index: _Optional[int] = ..., end_index: _Optional[int] = ..., file_paths: _Optional[_Iterable[str]] = ..., samples_done: _Optional[int] = ..., dataset_id: _Optional[str] = ..., epoch: _Optional[int] = ..., total_shards: _Optional[int] = ...) -> None: ...
 
 class GetDataShardResponse(_message.Message):
-    __slots__ = ("shards", "plan_version", "generation", "reason")
+    __slots__ = ("shards", "plan_version", "generation", "reason", "worker_id")
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     shards: _containers.RepeatedCompositeFieldContainer[ShardAssignment]
     plan_version: int
     generation: int
     reason: str
-    def __init__(self, shards: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ..., plan_version: _Optional[int] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    worker_id: str
+    def __init__(self, shards: _Optional[_Iterable[_Union[ShardAssignment, _Mapping]]] = ..., plan_version: _Optional[int] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class WaitBarrierRequest(_message.Message):
     __slots__ = ("worker_id", "barrier_id", "step", "expected_participants", "incarnation", "generation", "call_id", "timeout_ms")

@@ -372,6 +372,7 @@ def shard(shard: Shard, spec: DatasetSpec, epoch: int, files: list[str]) -> pb.S
         samples_done=shard.done,
         dataset_id=spec.dataset_id,
         epoch=epoch,
+        total_shards=spec.shard_count,
     )
 
 

@@ -87,25 +87,37 @@ _AWS_OPTIONS = {
 
 
 def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
-    """The store that `STORAGE_BACKEND` (local, s3, gcs, azure or memory) and `CHECKPOINT_BUCKET` name.
+    """The store that `STORAGE_BACKEND` (local, s3, gcs, azure or memory) and `CHECKPOINT_BUCKET`, or `CHECKPOINT_DIR`, name.
 
     `CHECKPOINT_BUCKET` is a bucket with an optional prefix, a directory for `local`, a job name for `memory`, or
-    a whole URL, and then says enough by itself. S3 also takes `AWS_REGION`, `AWS_ACCESS_KEY_ID`,
+    a whole URL, and then says enough by itself. `CHECKPOINT_DIR` is a directory: the one that `local` means, and taken where
+    nothing else is set. S3 also takes `AWS_REGION`, `AWS_ACCESS_KEY_ID`,
     `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN` and `AWS_ENDPOINT_URL` from here.
     """
     environ = os.environ if environ is None else environ
-    place = environ.get("CHECKPOINT_BUCKET", "")
+    place, folder = environ.get("CHECKPOINT_BUCKET", ""), environ.get("CHECKPOINT_DIR", "")
+    backend = environ.get("STORAGE_BACKEND", "").lower()
+    if backend and backend not in _SCHEMES:
+        raise InvalidStoreURL(
+            backend,
+            "STORAGE_BACKEND must say what kind of storage is meant",
+            instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
+        )
+    if folder and (backend == "local" or not (backend or place)):
+        return open_store(folder)
     if not place:
         raise InvalidStoreURL(
             place,
-            "CHECKPOINT_BUCKET is not set",
+            f"STORAGE_BACKEND is {backend}, and CHECKPOINT_BUCKET is not set"
+            if backend
+            else "neither CHECKPOINT_DIR nor CHECKPOINT_BUCKET is set",
             instead="CHECKPOINT_BUCKET=bucket, or a directory, or a URL",
         )
     if "://" not in place:
-        backend = environ.get("STORAGE_BACKEND", "local" if place.startswith(("/", ".")) else "").lower()
-        if backend not in _SCHEMES:
+        backend = backend or ("local" if place.startswith(("/", ".")) else "")
+        if not backend:
             raise InvalidStoreURL(
-                backend,
+                place,
                 "STORAGE_BACKEND must say what kind of storage CHECKPOINT_BUCKET is",
                 instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
             )

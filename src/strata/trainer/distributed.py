@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from strata.environment import nodes_wanted
 from strata.rendezvous import TORCHRUN_ENVIRONMENT, rdzv_conf
 from strata.trainer.errors import ConfigurationError, DistributedSetupError, TopologyChangeError
 from strata.trainer.validation import validate_elastic_config
@@ -62,14 +63,14 @@ class ElasticTrainingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ElasticTrainingConfig:
-        """What `NNODES`, `NPROC_PER_NODE`, `RDZV_BACKEND`, `RDZV_ENDPOINT` and `RDZV_ID` say, and the defaults."""
+        """What `NNODES` (or `MIN_NODES` and `MAX_NODES`), `NPROC_PER_NODE`, `RDZV_BACKEND`, `RDZV_ENDPOINT` and `RDZV_ID` say, and the defaults."""
         environ = os.environ if environ is None else environ
         given: dict[str, Any] = {
             name.lower(): environ[name]
             for name in ("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID")
             if environ.get(name)
         }
-        if nodes := environ.get("NNODES"):
+        if nodes := nodes_wanted(environ):
             low, _, high = nodes.partition(":")
             given["min_nodes"], given["max_nodes"] = _count("NNODES", low), _count("NNODES", high or low)
         if workers := environ.get("NPROC_PER_NODE"):

@@ -92,6 +92,18 @@ class BarrierBroken(CoordinatorRefused):
         self.missing = missing
 
 
+class SessionClosed(StrataError):
+    """The call came after `close`, or was cut off by it."""
+
+    code = "session_closed"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"The connection to the coordinator at {address} was closed by this process.",
+            hint="Create another TrainingOrchestrator.",
+        )
+
+
 class NotRegistered(StrataError):
     """The call needs a registered worker."""
 

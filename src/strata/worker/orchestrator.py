@@ -12,16 +12,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from strata.core.faults.failures import Failure
 from strata.core.messages import JobId, ReportFailure
+from strata.core.types import WORKER_STATES
+from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc.tls import channel_credentials
 from strata.rpc.wire import STATUS_NUMBERS, failure_report
 from strata.worker.address import coordinator_address, is_secure
-from strata.worker.errors import CoordinatorUnavailable, NotRegistered
+from strata.worker.errors import CoordinatorUnavailable, NotRegistered, SessionClosed
 from strata.worker.outbox import MetricOutbox, ShippingHandler
 from strata.worker.session import SessionThread, Topology
 from strata.worker.values import (
@@ -33,6 +36,7 @@ from strata.worker.values import (
     dataset_request,
     message,
     non_negative,
+    one_of,
     shard_assignment,
 )
 
@@ -191,7 +195,7 @@ class TrainingOrchestrator:
         if current_epoch is not None:
             status.current_epoch = non_negative("current_epoch", current_epoch)
         if state is not None:
-            status.state = state
+            status.state = one_of("state", state, WORKER_STATES)
         if task is not None:
             status.current_task = task
         if metrics is not None:
@@ -264,7 +268,7 @@ class TrainingOrchestrator:
         return self._wait(
             self._register_dataset(
                 dataset_request(
-                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                    dataset_id, path, format, total_samples, shard_size, shuffle, seed, metadata or {}
                 )
             )
         )
@@ -283,7 +287,7 @@ class TrainingOrchestrator:
         return await self._await(
             self._register_dataset(
                 dataset_request(
-                    dataset_id, path, format, total_samples or 0, shard_size, shuffle, seed, metadata or {}
+                    dataset_id, path, format, total_samples, shard_size, shuffle, seed, metadata or {}
                 )
             )
         )
@@ -293,29 +297,39 @@ class TrainingOrchestrator:
         return answer.total_shards
 
     def get_shards(
-        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`; or that of its fellow with this rank."""
-        return self._wait(self._get_shards(dataset_id, epoch, worker_rank))
+        """Every shard that is this worker's to read in `epoch`; or that of the worker with this rank or id, which may be asked
+        without having registered."""
+        return self._wait(self._get_shards(dataset_id, epoch, worker_rank, worker_id))
 
     async def get_shards_async(
-        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> list[ShardAssignment]:
-        return await self._await(self._get_shards(dataset_id, epoch, worker_rank))
+        return await self._await(self._get_shards(dataset_id, epoch, worker_rank, worker_id))
 
     async def _get_shards(
-        self, dataset_id: str, epoch: int, worker_rank: int | None
+        self, dataset_id: str, epoch: int, worker_rank: int | None, worker_id: str
     ) -> list[ShardAssignment]:
-        me = self._me()
+        me = self._session.registration
+        if me is None and worker_rank is None and not worker_id:
+            raise NotRegistered
         request = message(
             pb.GetDataShardRequest,
-            worker_id=me.assigned_id,
+            worker_id=me.assigned_id if me is not None else "",
             dataset_id=dataset_id,
             epoch=epoch,
-            incarnation=me.incarnation,
+            incarnation=me.incarnation if me is not None else 0,
             worker_rank=worker_rank,
+            of_worker_id=worker_id,
+            job_id=self.job_id,
         )
         answer: pb.GetDataShardResponse = await self._session.call("GetDataShard", request)
+        if worker_id and answer.worker_id != worker_id:
+            raise StrataError(
+                "The coordinator is of an earlier version, which does not give out other workers' shards by id.",
+                hint="Ask by rank: get_shard(dataset_id, worker_rank=…); or upgrade the coordinator.",
+            )
         return [shard_assignment(shard) for shard in answer.shards]
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
@@ -414,7 +428,7 @@ class TrainingOrchestrator:
             epoch=epoch,
             path=path,
             size_bytes=size_bytes,
-            status=STATUS_NUMBERS[status],
+            status=STATUS_NUMBERS[one_of("status", status, STATUS_NUMBERS)],
             tiers=list(tiers),
             digest=digest,
             duration_s=duration_s,
@@ -552,6 +566,8 @@ class TrainingOrchestrator:
         except KeyboardInterrupt:
             future.cancel()
             raise
+        except CancelledError:
+            raise SessionClosed(self._session.address) from None
 
     async def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._session.submit(work))

@@ -38,6 +38,7 @@ from strata.worker.errors import (
     CoordinatorStorageFull,
     CoordinatorUnavailable,
     NoLeader,
+    SessionClosed,
     StaleWorker,
     from_rpc,
 )
@@ -119,6 +120,7 @@ class SessionThread:
         self.on_plan: Callable[[str, int], None] = lambda dataset_id, version: None
         self.on_stale: Callable[[str], None] = lambda reason: None
         self.connected = threading.Event()
+        self.is_closed = False
         self._credentials = credentials
         self._token = token
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -153,6 +155,9 @@ class SessionThread:
             raise RuntimeError(
                 "This session belongs to the process that created it; create a new TrainingOrchestrator after a fork."
             )
+        if self.is_closed:
+            work.close()
+            raise SessionClosed(self.address)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
@@ -166,7 +171,9 @@ class SessionThread:
     def close(self) -> None:
         if not self._thread.is_alive() or os.getpid() != self._pid:
             return
-        self.submit(self._shut_down()).result(10)
+        ending = self.submit(self._shut_down())
+        self.is_closed = True
+        ending.result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from strata.core.refusals import InvalidArgument
 from strata.core.types import SampleRange
 from strata.rpc import coordinator_pb2 as pb
 
@@ -25,6 +26,11 @@ class WorkerConfig:
     heartbeat_interval_s: float
     config: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def heartbeat_interval_ms(self) -> int:
+        """As the coordinator's messages have it."""
+        return round(self.heartbeat_interval_s * 1000)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardAssignment(SampleRange):
@@ -37,6 +43,8 @@ class ShardAssignment(SampleRange):
     stop: int
     done: int
     file_paths: tuple[str, ...]
+    total_shards: int = 0
+    """Of the dataset; 0 where the coordinator does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +82,7 @@ def shard_assignment(m: pb.ShardAssignment) -> ShardAssignment:
         stop=m.end_index,
         done=m.samples_done,
         file_paths=tuple(m.file_paths),
+        total_shards=m.total_shards,
     )
 
 
@@ -99,18 +108,22 @@ def dataset_request(
     dataset_id: str,
     path: str,
     format: str,
-    total_samples: int,
+    total_samples: int | None,
     shard_size: int,
     shuffle: bool,
     seed: int,
     metadata: Mapping[str, str],
 ) -> pb.RegisterDatasetRequest:
+    """`total_samples` is None where the coordinator is to count them: as on the wire, where it is then 0."""
+    for name, value in (("total_samples", total_samples), ("shard_size", shard_size)):
+        if value is not None and value < 1:
+            raise InvalidArgument(name, f"is {value}; it must be at least 1.")
     return message(
         pb.RegisterDatasetRequest,
         dataset_id=dataset_id,
         path=path,
         format=format,
-        total_samples=total_samples,
+        total_samples=total_samples or 0,
         shard_size=shard_size,
         shuffle=shuffle,
         seed=seed,
@@ -127,6 +140,12 @@ def message(kind: Callable[..., T], **values: Any) -> T:
         return kind(**values)
     except (TypeError, ValueError, UnicodeError) as error:
         raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> str:
+    if value not in known:
+        raise InvalidArgument(name, f"is '{value}'; it must be one of {', '.join(known)}.")
+    return value
 
 
 def non_negative(name: str, value: int) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from strata import logs
+from strata.environment import unread
+
+log = logging.getLogger(__name__)
 
 
 def serve(
@@ -70,4 +74,6 @@ def serve(
     }
     settings, notify = read_all(file=config, flags=flags)
     logs.configure()
+    for sentence in unread():
+        log.warning("%s", sentence)
     run(settings, notify=notify, private=[config] if config is not None else [])

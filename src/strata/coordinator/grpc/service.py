@@ -33,6 +33,7 @@ from strata.core import checks
 from strata.core.fleet.health import why_unfit
 from strata.core.fleet.membership import Member
 from strata.core.messages import (
+    DEFAULT_JOB,
     DatasetAccepted,
     DatasetId,
     DrainHost,
@@ -150,7 +151,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def RegisterWorker(
         self, request: pb.RegisterWorkerRequest, context: Context, caller: Principal
     ) -> pb.RegisterWorkerResponse:
-        job = JobId(request.job_id or "default")
+        job = JobId(request.job_id) or DEFAULT_JOB
         caller.require_job(job)
         known = (await self.engine.settled()).membership.members.get(WorkerId(request.worker_id))
         if known is not None:
@@ -237,19 +238,27 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def GetDataShard(
         self, request: pb.GetDataShardRequest, context: Context, caller: Principal
     ) -> pb.GetDataShardResponse:
-        self._check_worker(request.worker_id, request.incarnation, caller)
-        worker_id, dataset_id = WorkerId(request.worker_id), DatasetId(request.dataset_id)
         cluster = await self.engine.settled()
-        member = cluster.membership.admit(
-            worker_id, incarnation=request.incarnation, generation=request.generation
-        )
-        spec = cluster.datasets.get_for(member.spec.job_id, dataset_id)
-        key = (member.spec.job_id, dataset_id, int(request.epoch))
+        members, dataset_id = cluster.membership.members, DatasetId(request.dataset_id)
+        if request.worker_id:
+            self._check_worker(request.worker_id, request.incarnation, caller)
+            member = cluster.membership.admit(
+                WorkerId(request.worker_id), incarnation=request.incarnation, generation=request.generation
+            )
+            job = member.spec.job_id
+            reader = _reader(request, cluster.membership.roster(job))
+        else:  # One that takes no part, such as a registry with a connection of its own.
+            job = JobId(request.job_id) or caller.job or DEFAULT_JOB
+            caller.require_job(job)
+            reader = _reader(request, cluster.membership.roster(job))
+            member = members[reader]
+        spec = cluster.datasets.get_for(job, dataset_id)
+        key = (job, dataset_id, int(request.epoch))
         if key not in cluster.datasets.plans:
             await self.engine.submit(
                 PlanEpoch(
-                    worker_id=worker_id,
-                    incarnation=request.incarnation,
+                    worker_id=member.spec.worker_id,
+                    incarnation=member.incarnation,
                     generation=request.generation,
                     dataset_id=dataset_id,
                     epoch=int(request.epoch),
@@ -265,10 +274,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 hint="Ask again.",
             )
         plan = entry.plan
-        generation = cluster.membership.job_generations[member.spec.job_id]
-        reader = worker_id
-        if request.HasField("worker_rank"):
-            reader = _worker_of_rank(cluster.membership.roster(member.spec.job_id), request.worker_rank)
+        generation = cluster.membership.job_generations[job]
         if key[:2] not in datasets.read_by_shard:
             self.engine.observe(ShardsRequested(job_id=key[0], dataset_id=dataset_id))
         shards = []
@@ -281,6 +287,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             plan_version=plan.version,
             generation=generation,
             reason=plan.reason,
+            worker_id=reader,
         )
 
     # --- barriers -------------------------------------------------------------------------------------------
@@ -539,12 +546,23 @@ def _target(request: object) -> str:
     return str(getattr(request, "dataset_id", "") or getattr(request, "worker_id", ""))
 
 
-def _worker_of_rank(roster: Mapping[WorkerId, int], rank: int) -> WorkerId:
-    found = next((worker for worker, its_rank in roster.items() if its_rank == rank), None)
-    if found is None:
-        raise InvalidArgument(
-            "worker_rank",
-            f"is {rank}; there are {len(roster)} workers.",
-            hint="Ranks count from 0 in the order in which workers joined.",
+def _reader(request: pb.GetDataShardRequest, roster: Mapping[WorkerId, int]) -> WorkerId:
+    """Whose shards are asked for: those of a rank, of a worker that is named, or the caller's own."""
+    if request.HasField("worker_rank"):
+        rank = request.worker_rank
+        found = next((worker for worker, its_rank in roster.items() if its_rank == rank), None)
+        if found is None:
+            raise InvalidArgument(
+                "worker_rank",
+                f"is {rank}; there are {len(roster)} workers.",
+                hint="Ranks count from 0 in the order in which workers joined.",
+            )
+        return found
+    reader = WorkerId(request.of_worker_id or request.worker_id)
+    if not reader:
+        raise InvalidArgument("worker_id", "is missing.", hint="Register a worker, or name one by its rank.")
+    if request.of_worker_id and reader not in roster:
+        raise Unknown(
+            "worker", reader, hint=f"Workers of this job: {', '.join(list(roster)[:10]) or 'none'}."
         )
-    return found
+    return reader

@@ -38,6 +38,8 @@ class Shard(SampleRange):
     file_paths: tuple[str, ...] = ()
     dataset_id: str = ""
     epoch: int = 0
+    total_shards: int = 0
+    """Of the dataset."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -218,4 +220,5 @@ class ShardManager:
             done=done,
             dataset_id=spec.dataset_id,
             epoch=epoch,
+            total_shards=spec.shard_count,
         )

@@ -39,6 +39,8 @@ class AssignedShard(Protocol):
     def done(self) -> int: ...
     @property
     def file_paths(self) -> Sequence[str]: ...
+    @property
+    def total_shards(self) -> int: ...
 
 
 class CoordinatorDatasets(Protocol):
@@ -57,7 +59,7 @@ class CoordinatorDatasets(Protocol):
     ) -> int: ...
 
     def get_shards(
-        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None
+        self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> Sequence[AssignedShard]: ...
 
 
@@ -177,10 +179,10 @@ class DatasetRegistry:
     # Shards -------------------------------------------------------------------------------------------------
 
     def get_shards(self, dataset_id: str, worker_id: str = "", epoch: int | None = None) -> list[Shard]:
-        """The shards of a worker, in the order to read them. With a coordinator they are this worker's own."""
+        """The shards of a worker, in the order to read them. With a coordinator, by default those of this process's worker."""
         epoch = self._epoch if epoch is None else epoch
         if self._coordinator is not None:
-            return self._assigned(dataset_id, epoch, None)
+            return self._assigned(dataset_id, epoch, worker_id=worker_id)
         self._shards.spec(dataset_id)
         if worker_id not in self._shards.workers():
             raise Unknown("worker", worker_id, hint="Register it first: registry.register_worker(worker_id).")
@@ -195,7 +197,8 @@ class DatasetRegistry:
     def get_shard(self, dataset_id: str, worker_rank: int, epoch: int | None = None) -> list[str]:
         """The files that the worker of this rank reads in an epoch, each once."""
         if self._coordinator is not None:
-            shards = self._assigned(dataset_id, self._epoch if epoch is None else epoch, worker_rank)
+            epoch = self._epoch if epoch is None else epoch
+            shards = self._assigned(dataset_id, epoch, worker_rank=worker_rank)
             if dataset_id in self._readers and self._readers[dataset_id] is None:
                 raise self._no_files(dataset_id)
         else:
@@ -225,14 +228,12 @@ class DatasetRegistry:
         if self._own is not None:
             self._own.close()
 
-    def _assigned(self, dataset_id: str, epoch: int, worker_rank: int | None) -> list[Shard]:
-        """What the coordinator hands out: to this worker, or to the one of a rank."""
+    def _assigned(
+        self, dataset_id: str, epoch: int, *, worker_rank: int | None = None, worker_id: str = ""
+    ) -> list[Shard]:
+        """What the coordinator hands out: to this worker, or to the one with this rank or id."""
         assert self._coordinator is not None
-        found = (
-            self._coordinator.get_shards(dataset_id, epoch)
-            if worker_rank is None
-            else self._coordinator.get_shards(dataset_id, epoch, worker_rank=worker_rank)
-        )
+        found = self._coordinator.get_shards(dataset_id, epoch, worker_rank=worker_rank, worker_id=worker_id)
         return [
             Shard(
                 id=shard.shard_id,
@@ -242,6 +243,7 @@ class DatasetRegistry:
                 file_paths=self._files(dataset_id, shard),
                 dataset_id=dataset_id,
                 epoch=epoch,
+                total_shards=shard.total_shards,
             )
             for shard in found
         ]

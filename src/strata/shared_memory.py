@@ -7,7 +7,10 @@ on different machines. Only images too large for a root that nobody has named li
 Each user has folders of their own, which are there as long as something is in them, and which nobody else may enter. A root
 such as /dev/shm is everybody's: where another user was first to take the name of this user's folder, another one is used that
 follows from a key in the user's home, so that all processes of the user find it and nobody else can take it beforehand. The
-session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not. Needs nothing but
+session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not.
+
+What a job has here goes when it ends, by those who started it (`forget_jobs`). Where they could not, any process of the user
+removes it after a grace: as soon as no process holds any of it (`strata.locks`), and its owners have ended. Needs nothing but
 Python.
 """
 
@@ -15,18 +18,33 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import pwd
+import re
 import secrets
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from strata import locks
 from strata.files import write_file
 from strata.processes import Process, parent_process, this_process
 
+log = logging.getLogger("strata.shared_memory")
+
+OWNER_NAME = "owner"
+"""In a folder that a process holds: whose end is the end of its job, and who it is."""
+GENERATION_NAME = "generation"
+"""In a job's folder: the newest generation that has started."""
+GRACE_S = 600.0
+LONG_GRACE_S = 3600.0
+UNKNOWN_GRACE_S = 86_400.0
+"""For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
 _ATTEMPTS = 1_000
 _NAMES = 8
 _RUN_NAME = "run"
@@ -60,6 +78,15 @@ def images_folder(root: Path | None = None) -> Path:
 def peers_folder(root: Path | None = None) -> Path:
     """Holds a folder for each agent that keeps copies of other machines' images (`strata.checkpoint.peers`)."""
     return _own_folder(memory_root(root), f"strata-peers-{os.getuid()}")
+
+
+def job_folder(job: str, *, root: Path | None = None) -> Path:
+    """Where a job's images are. Each user has a place of their own."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job):
+        raise ValueError(
+            f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return images_folder(root) / job
 
 
 def folder_name(job: str) -> str:
@@ -102,6 +129,23 @@ def make_private(folder: Path, *, inside: Path) -> None:
                     each.chmod(0o700)
             return
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+@contextmanager
+def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
+    """As `locks.exclusively`, for a file in a folder of this user alone, below `inside` or that folder itself. Folders are made
+    where there are none, and others may remove them as soon as they are empty. A `PermissionError` names what somebody else
+    made first."""
+    for _ in range(_ATTEMPTS):
+        make_private(path.parent, inside=inside)
+        with ExitStack() as stack:
+            try:
+                fd = stack.enter_context(locks.exclusively(path))
+            except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
+                continue
+            yield fd
+            return
+    raise FileNotFoundError(errno.ENOENT, "removed repeatedly by another process", str(path.parent))
 
 
 def owner_name(found: os.stat_result) -> str:
@@ -195,6 +239,86 @@ def remove_empty(folder: Path) -> None:
             each.rmdir()
 
 
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """None where it is not there: another process of the job may just have taken it over, or ended."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def is_left(folder: Path) -> bool:
+    """Whether a folder of a job is not held. Where it has no lock, as in version 0.1, the process it is named after must have
+    ended or have let go of it; where that process cannot be seen from here, time decides."""
+    if (held := locks.is_held(folder)) is not None:
+        return not held
+    try:
+        process = Process.parse(folder.name.partition(".")[0])
+    except ValueError:
+        return True
+    if process.is_elsewhere():
+        with suppress(OSError):
+            return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
+        return False
+    return process.has_ended()
+
+
+def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
+    """Remove what jobs have in memory whose processes and owners have all ended, at least `grace_s` ago."""
+    removed = []
+    for job in folders_in(images_folder(root)):
+        with suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
+            if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
+                removed.append(job.name)
+                log.info("removed the memory of job %s, which has ended", job.name)
+    return removed
+
+
+def remove_job(job: Path) -> bool:
+    """Remove a dead job's folder; False where it has come back to life meanwhile."""
+    for folder in folders_in(job):
+        lock = locks.take(folder)
+        if lock is None and locks.is_held(folder) is not None:
+            return False
+        remove_held(folder)
+        if lock is not None:
+            lock.release()
+    with suppress(OSError):
+        (job / GENERATION_NAME).unlink(missing_ok=True)
+    remove_empty(job)
+    return not job.exists()
+
+
+def remove_held(folder: Path) -> None:
+    """Remove a folder that is held; its lock goes last, so that one that is half removed is still known to be held."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != locks.LOCK_NAME:
+                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_tree(folder)
+
+
+def _job_is_dead(job: Path, grace_s: float) -> bool:
+    """Whether what a job has in memory is orphaned: its processes have ended and so have their owners, or they have
+    long since ended although an owner lives (the rank they belonged to is on another machine now)."""
+    folders = folders_in(job)
+    if not all(is_left(folder) for folder in folders):
+        return False
+    is_owned = any(_owner_lives(folder) for folder in folders)
+    return time.time() - touched_s(job) > (LONG_GRACE_S if is_owned else grace_s)
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        return owner_lives((folder / OWNER_NAME).read_text(errors="replace").partition("\n")[0])
+    except OSError:
+        return False
+
+
 def note_run(job: str, run: str, *, root: Path | None = None) -> None:
     """Write down under which name a job keeps its images: that of its run, which another launch may continue."""
     folder = run_folder(job, root=root)
@@ -209,7 +333,7 @@ def forget_jobs(*jobs: str) -> None:
         with suppress(OSError):
             names.append((run_folder(job) / _RUN_NAME).read_text())
         for folder in [folder for name in names for folder in folders_of(name)]:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
             remove_empty(folder)
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 import pytest
 
+from strata import shared_memory
 from strata.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -22,16 +23,10 @@ from strata.checkpoint import (
     MemoryLimitExceeded,
     SaveFailed,
 )
-from strata.checkpoint.copying import staging
-from strata.checkpoint.copying.staging import (
-    Staging,
-    find_snapshots,
-    job_folder,
-    remove_dead_jobs,
-    remove_tree,
-)
+from strata.checkpoint.copying.staging import Staging, find_snapshots
 from strata.checkpoint.image.layout import prepare
 from strata.processes import Process, this_process
+from strata.shared_memory import job_folder, remove_dead_jobs, remove_tree
 from tests.checkpoint.states import assert_is_step, small_state
 
 TRAINER = """
@@ -274,7 +269,7 @@ def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
 ) -> None:
     for name in ("one", "other"):
         job_folder(name, root=tmp_path).mkdir(parents=True)
-    look, seen = staging._job_is_dead, list[str]()
+    look, seen = shared_memory._job_is_dead, list[str]()
 
     def look_too_late(job: Path, grace_s: float) -> bool:
         if not seen:
@@ -282,7 +277,7 @@ def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
         seen.append(job.name)
         return look(job, grace_s)
 
-    monkeypatch.setattr(staging, "_job_is_dead", look_too_late)
+    monkeypatch.setattr(shared_memory, "_job_is_dead", look_too_late)
     removed = remove_dead_jobs(root=tmp_path, grace_s=-1.0)
     assert sorted(seen) == ["one", "other"]
     assert removed == seen[1:]

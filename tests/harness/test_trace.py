@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.checkpoint.copying.staging import job_folder
-from strata.shared_memory import folder_name, folders_of, run_folder
+from strata.shared_memory import folder_name, folders_of, job_folder, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 
 LONG_AGO_S = time.monotonic() - KEPT_S - 60.0

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from strata import locks
 from strata.processes import Process, live_process
-from strata.shared_memory import job_owner, owner_lives, touched_s
+from strata.shared_memory import exclusively_inside, job_owner, owner_lives, touched_s
 from strata.stores.files import FileStore
 from strata.stores.keys import RESERVED
 from strata.stores.oserrors import store_error
@@ -173,7 +172,7 @@ def _held_still(shm: Path) -> Iterator[None]:
     """Nobody else adds or removes a namespace of this user meanwhile."""
     home = _home(shm)
     lock = home / LOCK_NAME
-    with locks.exclusively_inside(lock, inside=home):
+    with exclusively_inside(lock, inside=home):
         try:
             yield
         finally:

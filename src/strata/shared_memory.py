@@ -1,6 +1,6 @@
-"""What a job is called in this machine's shared memory: its images of checkpoints, and the timestamps of its processes.
+"""What a job has in this machine's shared memory: its images of checkpoints, values (`memory://job`), and timestamps.
 
-Every such name is made here, for those who put something there and for those who remove what a job left. All of it lives
+Every name of it is made here, for those who put something there and for those who remove what a job left. All of it lives
 below one folder, the root, which `memory_root` decides at each call: processes with different roots behave as if they were
 on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`).
 
@@ -45,6 +45,9 @@ GRACE_S = 600.0
 LONG_GRACE_S = 3600.0
 UNKNOWN_GRACE_S = 86_400.0
 """For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
+_JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_VALUES = ".values"
+"""In a job's folder: its values, and who owns them."""
 _ATTEMPTS = 1_000
 _NAMES = 8
 _RUN_NAME = "run"
@@ -71,7 +74,7 @@ def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def images_folder(root: Path | None = None) -> Path:
-    """Holds a folder for each job's images (`strata.checkpoint.copying.staging`)."""
+    """Holds a folder for each job's images (`strata.checkpoint.copying.staging`) and values (`strata.stores.memory`)."""
     return _own_folder(memory_root(root), f"strata-images-{os.getuid()}")
 
 
@@ -81,10 +84,10 @@ def peers_folder(root: Path | None = None) -> Path:
 
 
 def job_folder(job: str, *, root: Path | None = None) -> Path:
-    """Where a job's images are. Each user has a place of their own."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job):
+    """Where a job's images and values are. Each user has a place of their own."""
+    if not _JOB_NAME.fullmatch(job):
         raise ValueError(
-            f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+            f"job name {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter, a digit or '_'"
         )
     return images_folder(root) / job
 
@@ -108,8 +111,9 @@ def run_folder(job: str, *, root: Path | None = None) -> Path:
 
 def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
     """All that an elastic job has here."""
+    values = [job_folder(job, root=root) / _VALUES] if _JOB_NAME.fullmatch(job) else []
     images = [images_folder(each) / folder_name(job) for each in memory_roots(root)]
-    return [*images, run_folder(job, root=root)]
+    return [*values, *images, run_folder(job, root=root)]
 
 
 def make_private(folder: Path, *, inside: Path) -> None:
@@ -244,9 +248,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """None where it is not there: another process of the job may just have taken it over, or ended."""
+    """Of jobs, their processes or their images. None where it is not there: another process of the job may just have taken
+    it over, or ended."""
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
+        return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -271,7 +276,7 @@ def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float
     """Remove what jobs have in memory whose processes and owners have all ended, at least `grace_s` ago."""
     removed = []
     for job in folders_in(images_folder(root)):
-        with suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
+        with suppress(OSError):  # It changes while it is looked at: others are at it.
             if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
                 removed.append(job.name)
                 log.info("removed the memory of job %s, which has ended", job.name)
@@ -287,6 +292,8 @@ def remove_job(job: Path) -> bool:
         remove_held(folder)
         if lock is not None:
             lock.release()
+    if not remove_values(job):
+        return False
     with suppress(OSError):
         (job / GENERATION_NAME).unlink(missing_ok=True)
     remove_empty(job)
@@ -306,7 +313,7 @@ def _job_is_dead(job: Path, grace_s: float) -> bool:
     """Whether what a job has in memory is orphaned: its processes have ended and so have their owners, or they have
     long since ended although an owner lives (the rank they belonged to is on another machine now)."""
     folders = folders_in(job)
-    if not all(is_left(folder) for folder in folders):
+    if not all(is_left(folder) for folder in folders) or _values_are_owned(job):
         return False
     is_owned = any(_owner_lives(folder) for folder in folders)
     return time.time() - touched_s(job) > (LONG_GRACE_S if is_owned else grace_s)
@@ -317,6 +324,52 @@ def _owner_lives(folder: Path) -> bool:
         return owner_lives((folder / OWNER_NAME).read_text(errors="replace").partition("\n")[0])
     except OSError:
         return False
+
+
+def own_values(job: Path, owner: Process) -> Path:
+    """The folder of a job's values, which from now on stay at least as long as this owner lives."""
+    values, owners = job / _VALUES / "values", job / _VALUES / "owners"
+    with _nobody_else_at_values(job):
+        for folder in (values, owners):
+            make_private(folder, inside=job.parent)
+        for each in owners.iterdir():
+            if not owner_lives(each.name):
+                each.unlink(missing_ok=True)
+        (owners / owner.token).touch(mode=0o600)
+    return values
+
+
+def remove_values(job: Path, *, even_owned: bool = False) -> bool:
+    """Take a job's values away in one rename, so that nobody can open half of them, and free them; also what a killed process
+    had started to remove. False, and nothing is removed, where an owner lives."""
+    if not any(job.glob(f"{_VALUES}*")):
+        return True
+    with _nobody_else_at_values(job):
+        if not even_owned and _values_are_owned(job):
+            return False
+        with suppress(FileNotFoundError):
+            (job / _VALUES).rename(job / f"{_VALUES}-{secrets.token_hex(6)}")
+    return True
+
+
+@contextmanager
+def _nobody_else_at_values(job: Path) -> Iterator[None]:
+    """No other process opens or removes a job's values meanwhile. Those that were renamed are freed at the end."""
+    lock = job / f"{_VALUES}.lock"
+    with exclusively_inside(lock, inside=job.parent):
+        try:
+            yield
+        finally:
+            for renamed in job.glob(f"{_VALUES}-*"):
+                remove_tree(renamed)
+            lock.unlink(missing_ok=True)  # Whoever waits for it makes another.
+            remove_empty(job)
+
+
+def _values_are_owned(job: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return any(map(owner_lives, os.listdir(job / _VALUES / "owners")))
+    return False
 
 
 def note_run(job: str, run: str, *, root: Path | None = None) -> None:

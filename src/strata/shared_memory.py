@@ -210,11 +210,7 @@ def _make_key() -> bytes | None:
     with suppress(OSError, RuntimeError):
         path = _key_path()
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        write_file(fresh, secrets.token_bytes(32), durable=False)
-        with suppress(FileExistsError):
-            os.link(fresh, path)
-        fresh.unlink()
+        write_file(path, secrets.token_bytes(32), durable=False, if_absent=True)
     return _read_key()
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from strata.files import RangeFile, fresh_file, is_on_network, move_into_place, sync_folder, write_file
+from strata.files import (
+    RangeFile,
+    fresh_file,
+    fresh_folder,
+    is_on_network,
+    move_into_place,
+    sync_folder,
+    write_file,
+)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -68,6 +76,74 @@ def test_a_finished_file_replaces_another(tmp_path: Path) -> None:
     move_into_place(tmp_path / "fresh", tmp_path / "note", durable=True)
     assert (tmp_path / "note").read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["note"]
+
+
+def test_content_of_a_file_that_must_be_absent_is_that_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    write_file(path, b"first", durable=True, if_absent=True)
+    with pytest.raises(FileExistsError):
+        write_file(path, b"second", durable=True, if_absent=True)
+    assert path.read_bytes() == b"first"
+    assert path.stat().st_nlink == 1
+    assert os.listdir(tmp_path) == ["key"]
+
+
+@pytest.mark.parametrize("there_is", ["nothing", "an empty folder"])
+def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path, there_is: str) -> None:
+    path = tmp_path / "above" / "made"
+    if there_is == "an empty folder":
+        path.mkdir(parents=True)
+    with fresh_folder(path) as fresh:
+        (fresh / "inner").mkdir()
+        (fresh / "inner" / "file").write_bytes(b"x")
+        assert not list(path.parent.glob("made/*"))
+    assert [str(found.relative_to(path)) for found in path.rglob("*")] == ["inner", "inner/file"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert os.listdir(path.parent) == ["made"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_has_a_folders_name_is_replaced_only_when_asked(
+    tmp_path: Path, kind: str, overwrite: bool
+) -> None:
+    path, elsewhere = tmp_path / "made", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in [elsewhere, *([path] if kind == "folder" else [])]:
+        folder.mkdir(exist_ok=True)
+        (folder / "old").touch()
+    if kind == "file":
+        path.touch()
+    elif kind == "link":
+        path.symlink_to(elsewhere)
+
+    def make() -> None:
+        with fresh_folder(path, overwrite=overwrite) as fresh:
+            (fresh / "new").touch()
+
+    if overwrite:
+        make()
+        assert os.listdir(path) == ["new"]
+    else:
+        with pytest.raises(OSError, match=r"Not a directory|not empty"):
+            make()
+        assert kind == "file" or os.listdir(path) == ["old"]
+    assert os.listdir(elsewhere) == ["old"]
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "made"]
+
+
+def test_a_folder_that_is_not_completed_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "old").touch()
+
+    def fail() -> None:
+        with fresh_folder(tmp_path / "made", overwrite=True) as fresh:
+            (fresh / "new").touch()
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")] == ["made", "made/old"]
 
 
 def test_errors_are_those_of_the_system(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ GROUND_FLOOR = (
     "strata.backoff",
     "strata.errors",
     "strata.files",
+    "strata.fork_server",
     "strata.leader",
     "strata.locks",
     "strata.processes",

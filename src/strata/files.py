@@ -1,6 +1,6 @@
-"""Files that are there with all of their content or not at all.
+"""Files and folders that are there with all of their content or not at all.
 
-What is written goes to a hidden file beside its place, and gets its name by one rename: readers see the old content or the
+What is written goes to a hidden name beside its place, and gets its name by one rename: readers see the old content or the
 new, and who fails half-way leaves the old. With `durable`, the content is flushed before it gets its name, and then its
 folder, so a file that has its name survives the machine. Without, it survives the process, which is enough for shared memory
 and for what can be made again.
@@ -20,36 +20,69 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 
-def write_file(path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600) -> None:
-    """Give a file this content; text is UTF-8."""
-    with fresh_file(path, durable=durable, mode=mode) as file:
+def write_file(
+    path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600, if_absent: bool = False
+) -> None:
+    """Give a file this content; text is UTF-8. With `if_absent` whoever is first does, and others meet `FileExistsError`."""
+    with fresh_file(path, durable=durable, mode=mode, if_absent=if_absent) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def fresh_file(path: Path, *, durable: bool, mode: int = 0o600) -> Iterator[BinaryIO]:
+def fresh_file(
+    path: Path, *, durable: bool, mode: int = 0o600, if_absent: bool = False
+) -> Iterator[BinaryIO]:
     """A file to be written, which takes its place when the block is left; not if that is by an exception."""
-    fresh = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    fresh = _beside(path)
     try:
         with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             if durable:
                 sync(file)
-        move_into_place(fresh, path, durable=durable)
+        move_into_place(fresh, path, durable=durable, if_absent=if_absent)
     except BaseException:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
 
 
-def move_into_place(fresh: Path, path: Path, *, durable: bool) -> None:
-    """Give a finished file its name, in place of what has it. One that is to be durable has been flushed."""
-    os.replace(fresh, path)
+@contextlib.contextmanager
+def fresh_folder(path: Path, *, mode: int = 0o700, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to be filled, which gets its name when the block is left; not if that is by an exception. It is durable if whoever
+    fills it flushes its files. It takes the place of an empty folder; of anything else only if it may `overwrite` it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = _beside(path)
+    fresh.mkdir(mode=mode)
+    try:
+        yield fresh
+        for folder, _, _ in os.walk(fresh, topdown=False):
+            sync_folder(Path(folder))
+        if overwrite and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif overwrite:
+            path.unlink(missing_ok=True)
+        move_into_place(fresh, path, durable=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+
+
+def move_into_place(fresh: Path, path: Path, *, durable: bool, if_absent: bool = False) -> None:
+    """Give what is finished its name, in place of what has it. What is to be durable has been flushed."""
+    if if_absent:
+        os.link(fresh, path)
+        fresh.unlink()
+    else:
+        os.replace(fresh, path)
     if durable:
         sync_folder(path.parent)
 

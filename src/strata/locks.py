@@ -12,7 +12,6 @@ Needs nothing but Python.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import struct
@@ -20,10 +19,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from strata.shared_memory import make_private
-
 LOCK_NAME = "lock"
-_ATTEMPTS = 1_000
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 _held: dict[tuple[int, int], int] = {}
@@ -116,22 +112,6 @@ def exclusively(path: Path) -> Iterator[int]:
             yield fd
         finally:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
-    """The same for a file in a folder of this user alone, below `inside` or that folder itself. Folders are made where there
-    are none, and others may remove them as soon as they are empty. A `PermissionError` names what somebody else made first."""
-    for _ in range(_ATTEMPTS):
-        make_private(path.parent, inside=inside)
-        with contextlib.ExitStack() as stack:
-            try:
-                fd = stack.enter_context(exclusively(path))
-            except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
-                continue
-            yield fd
-            return
-    raise FileNotFoundError(errno.ENOENT, "removed repeatedly by another process", str(path.parent))
 
 
 def _open_locked(path: Path) -> int:

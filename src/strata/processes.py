@@ -8,6 +8,7 @@ Needs nothing but Python.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -17,9 +18,7 @@ import string
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
 _DIGITS = string.digits + string.ascii_lowercase
 
@@ -116,7 +115,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int) -> None:
-    """The kernel sends `number` to this process when the thread that started it has ended. A parent that had ended before
+    """The kernel sends `number` to this process when the thread that started it has ended; 0 for nothing any more. A parent that had ended before
     this call is not noticed: see `os.getppid`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -137,10 +136,6 @@ def write_line_by_line() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def let_fork_server_end() -> None:
-    """In a process that Python's fork server has forked: the server ends when nobody holds a certain pipe any more, and
-    gives it to each of its children too. Without it the server ends with the process that started it."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+def run_exit_functions() -> None:
+    """What was registered with `atexit`, now: for a process that ends in another way than Python's own."""
+    atexit._run_exitfuncs()

@@ -1,13 +1,16 @@
-"""What a job is called in this machine's shared memory: its images of checkpoints, and the timestamps of its processes.
+"""What a job has in this machine's shared memory: its images of checkpoints, values (`memory://job`), and timestamps.
 
-Every such name is made here, for those who put something there and for those who remove what a job left. All of it lives
+Every name of it is made here, for those who put something there and for those who remove what a job left. All of it lives
 below one folder, the root, which `memory_root` decides at each call: processes with different roots behave as if they were
 on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`).
 
 Each user has folders of their own, which are there as long as something is in them, and which nobody else may enter. A root
 such as /dev/shm is everybody's: where another user was first to take the name of this user's folder, another one is used that
 follows from a key in the user's home, so that all processes of the user find it and nobody else can take it beforehand. The
-session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not. Needs nothing but
+session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not.
+
+What a job has here goes when it ends, by those who started it (`forget_jobs`). Where they could not, any process of the user
+removes it after a grace: as soon as no process holds any of it (`strata.locks`), and its owners have ended. Needs nothing but
 Python.
 """
 
@@ -15,18 +18,36 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import pwd
+import re
 import secrets
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from strata import locks
 from strata.files import write_file
 from strata.processes import Process, parent_process, this_process
 
+log = logging.getLogger("strata.shared_memory")
+
+OWNER_NAME = "owner"
+"""In a folder that a process holds: whose end is the end of its job, and who it is."""
+GENERATION_NAME = "generation"
+"""In a job's folder: the newest generation that has started."""
+GRACE_S = 600.0
+LONG_GRACE_S = 3600.0
+UNKNOWN_GRACE_S = 86_400.0
+"""For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
+_JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_VALUES = ".values"
+"""In a job's folder: its values, and who owns them."""
 _ATTEMPTS = 1_000
 _NAMES = 8
 _RUN_NAME = "run"
@@ -53,13 +74,22 @@ def memory_roots(named: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def images_folder(root: Path | None = None) -> Path:
-    """Holds a folder for each job's images (`strata.checkpoint.copying.staging`)."""
+    """Holds a folder for each job's images (`strata.checkpoint.copying.staging`) and values (`strata.stores.memory`)."""
     return _own_folder(memory_root(root), f"strata-images-{os.getuid()}")
 
 
 def peers_folder(root: Path | None = None) -> Path:
     """Holds a folder for each agent that keeps copies of other machines' images (`strata.checkpoint.peers`)."""
     return _own_folder(memory_root(root), f"strata-peers-{os.getuid()}")
+
+
+def job_folder(job: str, *, root: Path | None = None) -> Path:
+    """Where a job's images and values are. Each user has a place of their own."""
+    if not _JOB_NAME.fullmatch(job):
+        raise ValueError(
+            f"job name {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter, a digit or '_'"
+        )
+    return images_folder(root) / job
 
 
 def folder_name(job: str) -> str:
@@ -81,8 +111,9 @@ def run_folder(job: str, *, root: Path | None = None) -> Path:
 
 def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
     """All that an elastic job has here."""
+    values = [job_folder(job, root=root) / _VALUES] if _JOB_NAME.fullmatch(job) else []
     images = [images_folder(each) / folder_name(job) for each in memory_roots(root)]
-    return [*images, run_folder(job, root=root)]
+    return [*values, *images, run_folder(job, root=root)]
 
 
 def make_private(folder: Path, *, inside: Path) -> None:
@@ -102,6 +133,23 @@ def make_private(folder: Path, *, inside: Path) -> None:
                     each.chmod(0o700)
             return
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+@contextmanager
+def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
+    """As `locks.exclusively`, for a file in a folder of this user alone, below `inside` or that folder itself. Folders are made
+    where there are none, and others may remove them as soon as they are empty. A `PermissionError` names what somebody else
+    made first."""
+    for _ in range(_ATTEMPTS):
+        make_private(path.parent, inside=inside)
+        with ExitStack() as stack:
+            try:
+                fd = stack.enter_context(locks.exclusively(path))
+            except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
+                continue
+            yield fd
+            return
+    raise FileNotFoundError(errno.ENOENT, "removed repeatedly by another process", str(path.parent))
 
 
 def owner_name(found: os.stat_result) -> str:
@@ -162,11 +210,7 @@ def _make_key() -> bytes | None:
     with suppress(OSError, RuntimeError):
         path = _key_path()
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        write_file(fresh, secrets.token_bytes(32), durable=False)
-        with suppress(FileExistsError):
-            os.link(fresh, path)
-        fresh.unlink()
+        write_file(path, secrets.token_bytes(32), durable=False, if_absent=True)
     return _read_key()
 
 
@@ -195,6 +239,135 @@ def remove_empty(folder: Path) -> None:
             each.rmdir()
 
 
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Of jobs, their processes or their images. None where it is not there: another process of the job may just have taken
+    it over, or ended."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def is_left(folder: Path) -> bool:
+    """Whether a folder of a job is not held. Where it has no lock, as in version 0.1, the process it is named after must have
+    ended or have let go of it; where that process cannot be seen from here, time decides."""
+    if (held := locks.is_held(folder)) is not None:
+        return not held
+    try:
+        process = Process.parse(folder.name.partition(".")[0])
+    except ValueError:
+        return True
+    if process.is_elsewhere():
+        with suppress(OSError):
+            return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
+        return False
+    return process.has_ended()
+
+
+def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
+    """Remove what jobs have in memory whose processes and owners have all ended, at least `grace_s` ago."""
+    removed = []
+    for job in folders_in(images_folder(root)):
+        with suppress(OSError):  # It changes while it is looked at: others are at it.
+            if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
+                removed.append(job.name)
+                log.info("removed the memory of job %s, which has ended", job.name)
+    return removed
+
+
+def remove_job(job: Path) -> bool:
+    """Remove a dead job's folder; False where it has come back to life meanwhile."""
+    for folder in folders_in(job):
+        lock = locks.take(folder)
+        if lock is None and locks.is_held(folder) is not None:
+            return False
+        remove_held(folder)
+        if lock is not None:
+            lock.release()
+    if not remove_values(job):
+        return False
+    with suppress(OSError):
+        (job / GENERATION_NAME).unlink(missing_ok=True)
+    remove_empty(job)
+    return not job.exists()
+
+
+def remove_held(folder: Path) -> None:
+    """Remove a folder that is held; its lock goes last, so that one that is half removed is still known to be held."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != locks.LOCK_NAME:
+                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_tree(folder)
+
+
+def _job_is_dead(job: Path, grace_s: float) -> bool:
+    """Whether what a job has in memory is orphaned: its processes have ended and so have their owners, or they have
+    long since ended although an owner lives (the rank they belonged to is on another machine now)."""
+    folders = folders_in(job)
+    if not all(is_left(folder) for folder in folders) or _values_are_owned(job):
+        return False
+    is_owned = any(_owner_lives(folder) for folder in folders)
+    return time.time() - touched_s(job) > (LONG_GRACE_S if is_owned else grace_s)
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        return owner_lives((folder / OWNER_NAME).read_text(errors="replace").partition("\n")[0])
+    except OSError:
+        return False
+
+
+def own_values(job: Path, owner: Process) -> Path:
+    """The folder of a job's values, which from now on stay at least as long as this owner lives."""
+    values, owners = job / _VALUES / "values", job / _VALUES / "owners"
+    with _nobody_else_at_values(job):
+        for folder in (values, owners):
+            make_private(folder, inside=job.parent)
+        for each in owners.iterdir():
+            if not owner_lives(each.name):
+                each.unlink(missing_ok=True)
+        (owners / owner.token).touch(mode=0o600)
+    return values
+
+
+def remove_values(job: Path, *, even_owned: bool = False) -> bool:
+    """Take a job's values away in one rename, so that nobody can open half of them, and free them; also what a killed process
+    had started to remove. False, and nothing is removed, where an owner lives."""
+    if not any(job.glob(f"{_VALUES}*")):
+        return True
+    with _nobody_else_at_values(job):
+        if not even_owned and _values_are_owned(job):
+            return False
+        with suppress(FileNotFoundError):
+            (job / _VALUES).rename(job / f"{_VALUES}-{secrets.token_hex(6)}")
+    return True
+
+
+@contextmanager
+def _nobody_else_at_values(job: Path) -> Iterator[None]:
+    """No other process opens or removes a job's values meanwhile. Those that were renamed are freed at the end."""
+    lock = job / f"{_VALUES}.lock"
+    with exclusively_inside(lock, inside=job.parent):
+        try:
+            yield
+        finally:
+            for renamed in job.glob(f"{_VALUES}-*"):
+                remove_tree(renamed)
+            lock.unlink(missing_ok=True)  # Whoever waits for it makes another.
+            remove_empty(job)
+
+
+def _values_are_owned(job: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return any(map(owner_lives, os.listdir(job / _VALUES / "owners")))
+    return False
+
+
 def note_run(job: str, run: str, *, root: Path | None = None) -> None:
     """Write down under which name a job keeps its images: that of its run, which another launch may continue."""
     folder = run_folder(job, root=root)
@@ -209,7 +382,7 @@ def forget_jobs(*jobs: str) -> None:
         with suppress(OSError):
             names.append((run_folder(job) / _RUN_NAME).read_text())
         for folder in [folder for name in names for folder in folders_of(name)]:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
             remove_empty(folder)
 
 

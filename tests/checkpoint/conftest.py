@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strata.checkpoint import Memory
-from strata.checkpoint.copying.staging import job_folder, remove_tree
+from strata.shared_memory import job_folder, remove_tree
 from strata.stores import Store, open_store
 from tests.support_seaweed import Seaweed, seaweed
 

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from strata.checkpoint.catalog.listing import Catalog
-from strata.checkpoint.copying.staging import find_snapshots, job_folder, remove_tree
+from strata.checkpoint.copying.staging import find_snapshots
 from strata.checkpoint.image.reading import fetched, open_image, verify
+from strata.shared_memory import job_folder, remove_tree
 from strata.stores import open_store
 from tests.checkpoint.crash_actor import KEPT
 from tests.checkpoint.states import assert_is_step

@@ -40,7 +40,7 @@ from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.catalog.naming import manifest_key, step_stem
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.copying.staging import MARK_NAME, job_folder, remove_tree
+from strata.checkpoint.copying.staging import MARK_NAME
 from strata.checkpoint.dcp import StrataStorageReader, StrataStorageWriter
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.export import export
@@ -49,6 +49,7 @@ from strata.cli.checkpoint import app
 from strata.data.loading.loader import ElasticLoader
 from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
+from strata.shared_memory import job_folder, remove_tree
 from strata.stores import open_store
 from strata.training.job import ElasticJob
 from tests.checkpoint.malicious import Calls, payloads, torch_file, touch

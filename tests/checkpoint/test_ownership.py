@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from strata import locks
+from strata import locks, shared_memory
 from strata.checkpoint import CheckpointManager, Memory, SaveFailed
-from strata.checkpoint.copying import staging
-from strata.checkpoint.copying.staging import Staging, find_snapshots, job_folder, remove_dead_jobs
+from strata.checkpoint.copying.staging import Staging, find_snapshots
 from strata.checkpoint.errors import Superseded
 from strata.locks import LOCK_NAME
 from strata.processes import Process, this_process
+from strata.shared_memory import job_folder, remove_dead_jobs
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.support_programs import program
 
@@ -114,7 +114,7 @@ def test_a_dead_jobs_images_are_removed_whatever_namespace_it_lived_in(
     tmp_path: Path, isolated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its own owner, whose end an observer elsewhere cannot see: the longer grace counts then.
-    monkeypatch.setattr(staging, "LONG_GRACE_S", -1.0)
+    monkeypatch.setattr(shared_memory, "LONG_GRACE_S", -1.0)
     with Trainer("job", tmp_path, 3, isolated=isolated) as trainer:
         assert remove_dead_jobs(root=tmp_path, grace_s=-1.0) == []
         trainer.die()

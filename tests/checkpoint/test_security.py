@@ -13,9 +13,10 @@ from strata.checkpoint import CheckpointManager, LoadFailed, Memory
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import IMAGE, CheckpointId, Manifest, Part
 from strata.checkpoint.copying.digest import digest_of
-from strata.checkpoint.copying.staging import MARK_NAME, job_folder
+from strata.checkpoint.copying.staging import MARK_NAME
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.image.reading import open_image
+from strata.shared_memory import job_folder
 from tests.checkpoint.malicious import payloads, torch_file
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 import pytest
 
+from strata import shared_memory
 from strata.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -22,16 +23,11 @@ from strata.checkpoint import (
     MemoryLimitExceeded,
     SaveFailed,
 )
-from strata.checkpoint.copying import staging
-from strata.checkpoint.copying.staging import (
-    Staging,
-    find_snapshots,
-    job_folder,
-    remove_dead_jobs,
-    remove_tree,
-)
+from strata.checkpoint.copying.staging import Staging, find_snapshots, left_images
 from strata.checkpoint.image.layout import prepare
 from strata.processes import Process, this_process
+from strata.shared_memory import job_folder, remove_dead_jobs, remove_tree
+from strata.stores.memory import MemoryStore
 from tests.checkpoint.states import assert_is_step, small_state
 
 TRAINER = """
@@ -274,7 +270,7 @@ def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
 ) -> None:
     for name in ("one", "other"):
         job_folder(name, root=tmp_path).mkdir(parents=True)
-    look, seen = staging._job_is_dead, list[str]()
+    look, seen = shared_memory._job_is_dead, list[str]()
 
     def look_too_late(job: Path, grace_s: float) -> bool:
         if not seen:
@@ -282,10 +278,27 @@ def test_a_job_that_goes_while_the_dead_are_looked_for_does_not_end_the_search(
         seen.append(job.name)
         return look(job, grace_s)
 
-    monkeypatch.setattr(staging, "_job_is_dead", look_too_late)
+    monkeypatch.setattr(shared_memory, "_job_is_dead", look_too_late)
     removed = remove_dead_jobs(root=tmp_path, grace_s=-1.0)
     assert sorted(seen) == ["one", "other"]
     assert removed == seen[1:]
+
+
+def test_values_of_the_same_job_are_left_alone(tmp_path: Path) -> None:
+    """They are no images, and go with the job."""
+    store = MemoryStore("job", shm=tmp_path)
+    store.put("mark.json", b"a value like another")
+    images = Staging("job", root=tmp_path)
+    images.open()
+    assert images.live_holders() == []
+    assert (find_snapshots("job", root=tmp_path), list(left_images(root=tmp_path))) == ([], [])
+    images.close()
+    assert store.read("mark.json") == b"a value like another"
+    killed_trainer("job", root=tmp_path)
+    assert remove_dead_jobs(root=tmp_path, grace_s=-1.0) == []
+    store.release()
+    assert remove_dead_jobs(root=tmp_path, grace_s=-1.0) == ["job"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_does_not_remove_its_parents_images(job: str, memory: Memory) -> None:
@@ -358,7 +371,7 @@ def test_an_interrupted_wait_for_an_image_leaves_nothing_pending(
         manager.save(small_state(2), step=2).result(30)
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 101])
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 129])
 def test_a_job_name_cannot_lead_elsewhere(name: str) -> None:
     with pytest.raises(ValueError, match="job"):
         job_folder(name)

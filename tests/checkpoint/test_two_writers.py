@@ -11,7 +11,7 @@ import pytest
 
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy
 from strata.checkpoint.catalog.naming import step_stem, unique_stem
-from strata.checkpoint.copying.staging import job_folder, remove_tree
+from strata.shared_memory import job_folder, remove_tree
 from strata.stores import open_store
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.checkpoint.test_policies import SlowStore

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from strata.checkpoint.copying.staging import job_folder, remove_tree
 from strata.checkpoint.manager import CheckpointManager
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
-from strata.shared_memory import forget_jobs
+from strata.shared_memory import forget_jobs, job_folder, remove_tree
 from strata.stores import open_store
 from strata.training.trace import last_footprint, was_saved
 from tests.harness.etcd_server import free_port

@@ -28,7 +28,7 @@ from elastic_harness.errors import CheckpointLoadError, CheckpointSaveError, Con
 from strata.checkpoint import CheckpointManager as Engine
 from strata.checkpoint import Memory
 from strata.checkpoint.catalog.naming import step_stem
-from strata.checkpoint.copying.staging import job_folder, remove_tree
+from strata.shared_memory import job_folder, remove_tree
 from tests.harness.checkpoint_states import assert_is, damage, state_of
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually

@@ -19,8 +19,7 @@ import torch
 from elastic_harness.checkpoint import CheckpointState, MemorySnapshotBackend
 from elastic_harness.checkpoint.memory_snapshot import MemoryLimitExceeded
 from elastic_harness.errors import CheckpointError, CheckpointSaveError, ConfigurationError
-from strata.checkpoint.copying.staging import job_folder, remove_tree
-from strata.shared_memory import images_folder
+from strata.shared_memory import images_folder, job_folder, remove_tree
 from tests.harness.checkpoint_states import assert_is, state_of
 
 OWN = f"{images_folder()}/{os.getpid()}-*"

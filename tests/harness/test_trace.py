@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.checkpoint.copying.staging import job_folder
-from strata.shared_memory import folder_name, folders_of, run_folder
+from strata.shared_memory import folder_name, folders_of, job_folder, run_folder
 from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 
 LONG_AGO_S = time.monotonic() - KEPT_S - 60.0
@@ -60,7 +59,8 @@ def test_a_new_run_removes_what_runs_killed_more_than_a_day_ago_left(name: str, 
 
 @pytest.mark.parametrize("job", ["task-0a1b2c3d4e5f", "a b/c", "../up", "..", "Größe", "x" * 300])
 def test_a_job_of_any_name_has_its_place_below_the_folders_of_its_user(job: str) -> None:
-    images, on_disk, moments = folders_of(job)
+    *values, images, on_disk, moments = folders_of(job)
+    assert [folder.parent for folder in values] == ([job_folder(job)] if job.startswith("task-") else [])
     assert images == job_folder(folder_name(job))
     assert moments == run_folder(job)
     assert on_disk.name == images.name

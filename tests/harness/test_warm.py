@@ -23,6 +23,7 @@ from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from strata.fork_server import ForkServer
 from strata.rendezvous import preload as preload_module
 from strata.rendezvous import warm
 from strata.rendezvous.preload import preload
@@ -192,6 +193,11 @@ def train(until: str, said: str, package: str) -> None:
         time.sleep(0.02)
 
 
+def server_pid() -> int | None:
+    server = ForkServer.current()
+    return server.pid if server is not None else None
+
+
 def life(tmp_path: Path, run: str, number: int, *, until_second: bool, package: str = "") -> list[Any]:
     until, said = tmp_path / f"until-{number}", tmp_path / f"said-{number}"
     context = WarmWorkers(
@@ -202,15 +208,13 @@ def life(tmp_path: Path, run: str, number: int, *, until_second: bool, package: 
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
     )
-    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    before = server_pid()
     context.start()
     deadline_s = time.monotonic() + 120
-    while not said.exists() or (
-        until_second and forkserver._forkserver._forkserver_pid in (None, before)  # type: ignore[attr-defined]
-    ):
+    while not said.exists() or (until_second and server_pid() in (None, before)):
         assert context.wait(timeout=0.05) is None
         assert time.monotonic() < deadline_s
-        before = before or forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        before = before or server_pid()
     until.touch()
     assert context.wait(timeout=60) is not None
     context.close()
@@ -236,7 +240,7 @@ def test_workers_that_replace_others_begin_with_what_those_had_imported(
         )
     run = new_run()
     first, _ = life(tmp_path, run, 1, until_second=True)
-    old = [server._forkserver_pid for server in second._retired]
+    old = [server.pid for server in second._retired]
     again, _ = life(tmp_path, run, 2, until_second=False)
     assert (first["torch._dynamo"], again["torch._dynamo"]) == (False, True)
     assert old

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from strata.processes import Process
-from strata.stores import AccessDenied, NoSpace
-from strata.stores.memory import MemoryStore, reclaim_orphans
+from strata.shared_memory import forget_jobs, images_folder, job_folder, remove_dead_jobs
+from strata.stores import AccessDenied, NoSpace, open_store
+from strata.stores.memory import MemoryStore
 from tests.stores import actor
 from tests.stores.conformance import StoreConformance
 from tests.stores.suite import Place, each_file
@@ -34,18 +35,42 @@ class TestMemoryStore(StoreConformance):
         MemoryStore(job_name).release()
 
     def unfinished(self, place: Place) -> list[str]:
-        job = place.url.removeprefix("memory://")
-        return temporary_files(Path(f"/dev/shm/strata-{os.geteuid()}") / job)
+        return temporary_files(job_folder(place.url.removeprefix("memory://")) / ".values/values")
 
 
 def temporary_files(root: Path) -> list[str]:
     return [name for name in each_file(root) if name.startswith(".strata/tmp/")]
 
 
+def jobs_in(shm: Path) -> list[str]:
+    return sorted(path.name for path in images_folder(shm).iterdir())
+
+
 @pytest.fixture
 def shm(tmp_path: Path) -> Path:
     """A shared memory of its own, so that other jobs of this machine are left alone."""
     return tmp_path
+
+
+# --- where it is ---
+
+
+def test_the_root_is_that_of_all_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_MEMORY_ROOT", str(shm))
+    open_store("memory://job").put("k", b"x")
+    assert jobs_in(shm) == ["job"]
+    assert MemoryStore("job", shm=shm).read("k") == b"x"
+
+
+def test_a_job_that_has_ended_leaves_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_MEMORY_ROOT", str(shm))
+    for job in ("job", "another"):
+        MemoryStore(job).put("k", b"x")
+    forget_jobs("job")
+    assert list(MemoryStore("job").list()) == []
+    assert MemoryStore("another").read("k") == b"x"
+    forget_jobs("job", "another", "no name of a store: ../job")
+    assert list(shm.iterdir()) == []
 
 
 # --- the limit ---
@@ -156,7 +181,7 @@ def test_a_killed_jobs_memory_is_found_again_and_is_no_orphan_then(shm: Path) ->
     end(open_elsewhere(shm, "job"))
     store = MemoryStore("job", shm=shm)
     assert store.read("k") == b"kept"
-    assert reclaim_orphans(shm=shm, grace_s=0) == []
+    assert remove_dead_jobs(root=shm, grace_s=0) == []
     assert store.read("k") == b"kept"
 
 
@@ -164,8 +189,8 @@ def test_memory_without_a_living_owner_is_reclaimed(shm: Path) -> None:
     running, dead = open_elsewhere(shm, "running"), open_elsewhere(shm, "dead")
     try:
         end(dead)
-        assert reclaim_orphans(shm=shm) == [], "its job may come back at any moment"
-        assert reclaim_orphans(shm=shm, grace_s=0) == ["dead"]
+        assert remove_dead_jobs(root=shm) == [], "its job may come back at any moment"
+        assert remove_dead_jobs(root=shm, grace_s=0) == ["dead"]
         assert MemoryStore("running", shm=shm).read("k") == b"kept"
         assert list(MemoryStore("dead", shm=shm).list()) == []
     finally:
@@ -179,7 +204,7 @@ def test_a_zombie_is_dead(shm: Path) -> None:
         os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
     )  # It has ended, and nobody has taken note of it.
     try:
-        assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+        assert remove_dead_jobs(root=shm, grace_s=0) == ["job"]
     finally:
         end(process)
 
@@ -189,35 +214,33 @@ def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path, program: Callabl
     launcher = subprocess.Popen([program("sleep"), "60"])
     try:
         end(open_elsewhere(shm, "job", owner_pid=launcher.pid))
-        assert reclaim_orphans(shm=shm, grace_s=0) == []
+        assert remove_dead_jobs(root=shm, grace_s=0) == []
     finally:
         launcher.kill()
         launcher.wait(60)
-    assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+    assert remove_dead_jobs(root=shm, grace_s=0) == ["job"]
 
 
 def test_workers_of_torchrun_belong_to_their_agent(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     end(open_elsewhere(shm, "job"))  # Its parent is this process, which lives.
-    assert reclaim_orphans(shm=shm, grace_s=0) == []
+    assert remove_dead_jobs(root=shm, grace_s=0) == []
 
 
 def test_another_process_with_the_same_number_is_not_the_owner(shm: Path) -> None:
     store = MemoryStore("job", shm=shm)
-    owners = store.root / ".strata/owners"
-    (owner,) = owners.iterdir()
+    (owner,) = store.root.with_name("owners").iterdir()
     earlier = replace(Process.parse(owner.name), started_ticks=1)
-    owner.rename(owners / earlier.token)
-    assert reclaim_orphans(shm=shm, grace_s=0) == ["job"]
+    owner.rename(owner.with_name(earlier.token))
+    assert remove_dead_jobs(root=shm, grace_s=0) == ["job"]
 
 
 def test_an_owner_in_another_container_counts_as_alive(shm: Path) -> None:
     store = MemoryStore("job", shm=shm)
-    owners = store.root / ".strata/owners"
-    (owner,) = owners.iterdir()
+    (owner,) = store.root.with_name("owners").iterdir()
     elsewhere = replace(Process.parse(owner.name), machine="000000")
-    owner.rename(owners / elsewhere.token)
-    assert reclaim_orphans(shm=shm, grace_s=0) == []
+    owner.rename(owner.with_name(elsewhere.token))
+    assert remove_dead_jobs(root=shm, grace_s=0) == []
 
 
 def test_opening_one_job_reclaims_others_but_never_itself(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +252,7 @@ def test_opening_one_job_reclaims_others_but_never_itself(shm: Path, monkeypatch
             os.utime(path, (long_ago_s, long_ago_s))
     store = MemoryStore("mine", shm=shm)
     assert store.read("k") == b"kept"
-    assert sorted(path.name for path in store.root.parent.iterdir()) == ["mine"]
+    assert jobs_in(shm) == ["mine"]
 
 
 def test_release_gives_everything_back(shm: Path) -> None:
@@ -238,7 +261,7 @@ def test_release_gives_everything_back(shm: Path) -> None:
     other = MemoryStore("other", shm=shm)
     store.release()
     store.release()
-    assert sorted(path.name for path in other.root.parent.iterdir()) == ["other"]
+    assert jobs_in(shm) == ["other"]
     other.release()
     assert list(shm.iterdir()) == []
     again = MemoryStore("job", shm=shm)
@@ -247,9 +270,12 @@ def test_release_gives_everything_back(shm: Path) -> None:
 
 def test_a_removal_that_was_interrupted_is_finished_by_the_next(shm: Path) -> None:
     store = MemoryStore("job", shm=shm)
-    (store.root.parent / ".doomed-by-a-dead-process/folder").mkdir(parents=True)
-    reclaim_orphans(shm=shm)
-    assert sorted(path.name for path in store.root.parent.iterdir()) == ["job"]
+    store.put("k", b"x")
+    store.root.parent.rename(store.root.parent.with_name(".values-of-a-dead-process"))
+    again = MemoryStore("job", shm=shm)
+    assert list(again.list()) == []
+    again.release()
+    assert list(shm.iterdir()) == []
 
 
 def test_opening_and_releasing_at_the_same_time_is_harmless(shm: Path) -> None:
@@ -281,28 +307,29 @@ def test_opening_and_releasing_at_the_same_time_is_harmless(shm: Path) -> None:
 def test_values_are_private(shm: Path) -> None:
     store = MemoryStore("job", shm=shm)
     store.put("folder/k", b"x")
-    for folder, _, names in os.walk(store.root.parent):
+    for folder, _, names in os.walk(images_folder(shm)):
         assert os.stat(folder).st_mode & 0o077 == 0
         for name in names:
             assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
 
 
-def test_a_folder_prepared_by_another_user_is_refused(
-    shm: Path, tmp_path_factory: pytest.TempPathFactory
+def test_a_link_in_place_of_the_folder_is_refused(
+    shm: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(shm / "nowhere"))  # With a home, another name is used.
     trap = tmp_path_factory.mktemp("trap")
-    (shm / f"strata-{os.geteuid()}").symlink_to(trap)
-    with pytest.raises(AccessDenied, match="belongs to another user"):
+    images_folder(shm).symlink_to(trap)
+    with pytest.raises(AccessDenied, match="belongs to"):
         MemoryStore("job", shm=shm)
     assert list(trap.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_of_another_user_is_refused(shm: Path) -> None:
-    home = shm / f"strata-{os.geteuid()}"
-    home.mkdir()
-    os.chown(home, 12345, -1)
-    with pytest.raises(AccessDenied, match="belongs to another user"):
+    folder = job_folder("job", root=shm)
+    folder.mkdir(parents=True)
+    os.chown(folder, 12345, -1)
+    with pytest.raises(AccessDenied, match="belongs to the user with number 12345"):
         MemoryStore("job", shm=shm)
 
 

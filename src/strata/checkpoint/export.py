@@ -8,10 +8,9 @@ neither a GPU nor a process group is needed. The copy appears under its name whe
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from strata.checkpoint.catalog.naming import manifest_key
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.image.plain import SUFFIX, check_unsigned
 from strata.errors import MissingDependency
-from strata.files import move_into_place, sync, sync_folder
+from strata.files import fresh_folder, sync
 from strata.stores import open_store
 from strata.stores.protocol import Store
 
@@ -154,13 +153,17 @@ def export(
             raise InvalidExport(
                 f"Only a dictionary can become a folder of {chosen}.", hint="Leave --key out."
             )
-        with _Folder(to) as folder:
-            left_out: tuple[str, ...] = ()
-            if chosen == HF:
-                left_out = writing.write_hf(state, folder.open, max_shard_bytes=max_shard_bytes)
-            else:
-                writing.write_dcp(state, folder.open)
-        size_bytes = folder.size_bytes
+        left_out: tuple[str, ...] = ()
+        try:
+            with fresh_folder(Path(to), mode=0o777, overwrite=overwrite) as folder:
+                create = functools.partial(_create, folder)
+                if chosen == HF:
+                    left_out = writing.write_hf(state, create, max_shard_bytes=max_shard_bytes)
+                else:
+                    writing.write_dcp(state, create)
+                size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        except OSError as error:
+            raise InvalidExport(f"'{to}' could not be written: {error.strerror or error}.") from error
     else:
         target, name = _target(to)
         with target.open_write(name) as writer:
@@ -176,50 +179,11 @@ def export(
     return Exported(path=to, format=chosen, tensors=tensors, size_bytes=size_bytes, left_out=left_out)
 
 
-class _Folder:
-    """A local folder that appears under its name when it is complete."""
-
-    def __init__(self, to: str) -> None:
-        self._target = Path(to)
-        self._fresh = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}.tmp")
-        self._to = to
-        self.size_bytes = 0
-
-    def __enter__(self) -> _Folder:
-        with self._saying():
-            self._fresh.mkdir(parents=True)
-        return self
-
-    @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
-        with self._saying(), open(self._fresh / name, "xb") as file:
-            yield file
-            sync(file)
-            self.size_bytes += file.tell()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                with self._saying():
-                    self._publish()
-        finally:
-            shutil.rmtree(self._fresh, ignore_errors=True)
-
-    def _publish(self) -> None:
-        """Put it in the place of what may be there."""
-        if self._target.is_dir() and not self._target.is_symlink():
-            shutil.rmtree(self._target)
-        elif os.path.lexists(self._target):
-            self._target.unlink()
-        sync_folder(self._fresh)
-        move_into_place(self._fresh, self._target, durable=True)
-
-    @contextlib.contextmanager
-    def _saying(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InvalidExport(f"'{self._to}' could not be written: {error.strerror or error}.") from error
+@contextlib.contextmanager
+def _create(folder: Path, name: str) -> Iterator[BinaryIO]:
+    with open(folder / name, "xb") as file:
+        yield file
+        sync(file)
 
 
 def _model_of(state: Any) -> Any:

@@ -76,7 +76,7 @@ def _in_memory(run: str) -> Iterator[Copy]:
     from strata.checkpoint.sharded.plan import Marked
 
     for root in memory_roots():
-        for mark in sorted(images_folder(root).glob(f"*/*/*/{_MARK}")):
+        for mark in sorted(images_folder(root).glob(f"*/[!.]*/*/{_MARK}")):
             snapshot = read_snapshot(mark.parent)
             if snapshot is None or snapshot.manifest.run != run:
                 continue

@@ -24,7 +24,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from strata.coordinator.journal.sqlite import JOURNAL_NAME, SqliteJournal, open_
 from strata.core.cluster import Cluster
 from strata.core.events import CountersRestored
 from strata.errors import StrataError
-from strata.files import fresh_file, sync, sync_folder
+from strata.files import fresh_file, fresh_folder, sync
 
 FORMAT = 1
 INDEX_NAME = "backup.json"
@@ -124,23 +124,15 @@ def restore(backup: Path, data_dir: Path) -> Backup:
             hint=f"Stop its coordinator and move it away, or restore to another --data-dir: mv {data_dir} {data_dir}.old",
         )
     try:
-        data_dir.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{data_dir.name}.restoring-", dir=data_dir.parent))
-    except OSError as error:
-        raise BackupError(
-            f"{data_dir} cannot be made: {error.strerror}.", hint="Choose another --data-dir."
-        ) from error
-    try:
-        found = _unpack(backup, fresh)
-        _skip_numbers(fresh, found)
-        for path in fresh.rglob("*"):
-            if path.is_dir():
-                sync_folder(path)
-        sync_folder(fresh)
-        with suppress(FileNotFoundError):
-            data_dir.rmdir()
-        fresh.rename(data_dir)
-        sync_folder(data_dir.parent)
+        with ExitStack() as stack:
+            try:
+                fresh = stack.enter_context(fresh_folder(data_dir))
+            except OSError as error:
+                raise BackupError(
+                    f"{data_dir} cannot be made: {error.strerror}.", hint="Choose another --data-dir."
+                ) from error
+            found = _unpack(backup, fresh)
+            _skip_numbers(fresh, found)
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise BackupError(
             f"The backup {backup} could not be restored: {error}.",
@@ -151,8 +143,6 @@ def restore(backup: Path, data_dir: Path) -> Backup:
             f"The journal in {backup} cannot be used: {error.message}",
             hint="Nothing was changed. Use another copy.",
         ) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return found
 
 

@@ -10,7 +10,6 @@ for the end. A run that fails ends with the script's own traceback and its exit 
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -18,7 +17,9 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
-from typing import Any
+
+from strata.fork_server import ForkServer
+from strata.processes import run_exit_functions
 
 
 def main() -> None:
@@ -59,11 +60,9 @@ def _leave(code: int) -> None:
     """A signal that arrives now has nothing left to do."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-    atexit._run_exitfuncs()
+    if (server := ForkServer.current()) is not None:
+        server.kill()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

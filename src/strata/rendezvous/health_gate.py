@@ -14,11 +14,11 @@ import signal
 import socket
 import threading
 import time
-from multiprocessing import forkserver
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strata.core.faults.failures import Failure, classify
 from strata.core.messages import ReportHealth
+from strata.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from strata.diagnostics.health import Findings
@@ -50,8 +50,7 @@ def check_before_joining(client: CoordinatorCasClient) -> str:
 
 def _has_fork_server() -> bool:
     """Whether a process with torch in place can be had at once: else the check would take longer to start than all it checks."""
-    server: Any = forkserver._forkserver
-    return server._forkserver_pid is not None
+    return ForkServer.current() is not None
 
 
 def check_alone() -> str:

@@ -14,7 +14,6 @@ left out, and another one is started; after `ATTEMPTS` of them, replacements com
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import json
 import logging
@@ -25,12 +24,11 @@ import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from strata.files import write_file
+from strata.fork_server import ForkServer
+from strata.processes import end_with_parent
 from strata.rendezvous import PRELOAD_VARIABLE
 from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
 
@@ -51,13 +49,6 @@ MODULES_LIMIT_BYTES = 60_000
 FEWEST_NAMES = 30
 """For less, a second server is not worth its memory."""
 ATTEMPTS = 3
-_PR_SET_PDEATHSIG = 1
-_SERVER_FIELDS = (
-    "_forkserver_address",
-    "_forkserver_alive_fd",
-    "_forkserver_pid",
-    "_forkserver_authkey",  # From Python 3.14 on.
-)
 
 
 def preload(run: str = "") -> None:
@@ -110,7 +101,7 @@ _WHERE_PACKAGES_ARE = {"site-packages", "dist-packages"}
 def import_seen() -> None:
     """Import what workers were seen to import; ends the process if that leaves one that must not be forked."""
     path = Path(os.environ.pop(SEEN_VARIABLE))
-    _die_with_parent(signal.SIGKILL)  # Until it listens, it would not notice that the agent has ended.
+    end_with_parent(signal.SIGKILL)  # Until it listens, it would not notice that the agent has ended.
     try:
         imported = []
         for name in json.loads(path.read_text()):
@@ -124,7 +115,7 @@ def import_seen() -> None:
         _leave(path, {"imported": imported})
     except OSError:  # The run has ended, and its folder was removed.
         os._exit(1)
-    _die_with_parent(0)
+    end_with_parent(0)
 
 
 def _spoiled() -> str:
@@ -135,10 +126,6 @@ def _spoiled() -> str:
     if cuda is not None and cuda.is_initialized():
         return "initialized CUDA"
     return ""
-
-
-def _die_with_parent(by: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def _leave(path: Path, outcome: Mapping[str, Sequence[str]]) -> None:
@@ -158,9 +145,9 @@ class SecondServer:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._path: Path | None = None
-        self._server: Any = None
+        self._server: ForkServer | None = None
         self._attempts = 0
-        self._retired: list[Any] = []
+        self._retired: list[ForkServer] = []
         """Servers whose workers may still live."""
 
     def look(self, run: str) -> None:
@@ -180,7 +167,7 @@ class SecondServer:
     def replace_workers(self) -> None:
         """Called when all workers have ended, before others are started: an old server is no longer needed."""
         for server in self._retired:
-            _end(server)
+            server.end()
         self._retired.clear()
 
     def _take_note(self, run: str) -> None:
@@ -199,20 +186,17 @@ class SecondServer:
         self._attempts += 1
         with suppress(OSError):
             self._path.write_text(json.dumps(self._names))
-            server: Any = forkserver.ForkServer()
-            server.set_forkserver_preload([*_always(), SEEN])
             os.environ[SEEN_VARIABLE] = str(self._path)
             try:
-                server.ensure_running()
+                self._server = ForkServer.start([*_always(), SEEN])
             finally:
                 del os.environ[SEEN_VARIABLE]
-            self._server = server
             atexit.register(self._end_unready)
 
     def _end_unready(self) -> None:
         """It is still importing when the agent ends."""
         if self._server is not None:
-            _end(self._server)
+            self._server.end()
             self._server = None
             self._clean()
 
@@ -222,7 +206,8 @@ class SecondServer:
         log.warning(
             "importing %s %s: replacement workers will import %s themselves", module, spoiled, left_out
         )
-        _end(self._server)
+        assert self._server is not None
+        self._server.end()
         self._server = None
         self._names = [
             name for name in self._names if name != left_out and not name.startswith(left_out + ".")
@@ -236,14 +221,9 @@ class SecondServer:
 
     def _take_over(self) -> None:
         """From now on, workers are forked by the second server."""
-        first: Any = forkserver._forkserver
-        if first._forkserver_pid is not None:
-            self._retired.append(
-                SimpleNamespace(**{field: getattr(first, field, None) for field in _SERVER_FIELDS})
-            )
-        for field in _SERVER_FIELDS:
-            if hasattr(self._server, field):
-                setattr(first, field, getattr(self._server, field))
+        assert self._server is not None
+        if (first := self._server.take_over()) is not None:
+            self._retired.append(first)
         atexit.unregister(self._end_unready)
         self._server = None
         self._clean()
@@ -260,14 +240,3 @@ def _prove(run: str, names: list[str]) -> None:
     if len(repr(names)) <= MODULES_LIMIT_BYTES:
         with suppress(OSError):
             write_file(run_folder(run) / VERIFIED_MODULES, json.dumps(names), durable=False)
-
-
-def _end(server: Any) -> None:
-    """End a server that nobody needs. It would take its time over it, and somebody may be waiting for new workers."""
-    with suppress(ProcessLookupError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(server._forkserver_pid, 0)
-    os.close(server._forkserver_alive_fd)
-    with suppress(OSError):
-        os.unlink(server._forkserver_address)

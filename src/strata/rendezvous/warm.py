@@ -10,7 +10,6 @@ Without that start method nothing here has an effect.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
@@ -22,8 +21,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from strata.data.loading.workers import end_with_trainer
+from strata.fork_server import let_server_end
 from strata.launch.torchrun_trap import separate_attempts
-from strata.processes import end_with_parent, let_fork_server_end, write_line_by_line
+from strata.processes import end_with_parent, run_exit_functions, write_line_by_line
 from strata.rendezvous.channel import SLOT_VARIABLE
 from strata.rendezvous.frames import describe, report, script_frames, show
 from strata.rendezvous.preload import SecondServer, note_imports, preload
@@ -79,7 +79,7 @@ def as_a_program(entrypoint: Callable[..., Any], *arguments: Any) -> Any:
             sys.exit(128 + signal.SIGINT)
         raise
     finally:
-        atexit._run_exitfuncs()
+        run_exit_functions()
 
 
 def _report(error: BaseException) -> None:
@@ -94,7 +94,7 @@ def _part_from_server() -> None:
     it must not arrive twice."""
     end_with_parent(signal.SIGKILL)
     os.setpgid(0, 0)
-    let_fork_server_end()
+    let_server_end()
     multiprocessing.set_start_method(None, force=True)
     write_line_by_line()
     threads = os.environ.get("OMP_NUM_THREADS", "")

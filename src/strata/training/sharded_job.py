@@ -14,7 +14,7 @@ from torch import distributed
 from torch.distributed.checkpoint.planner import ReadItem
 
 from strata.checkpoint.catalog.manifest import Manifest
-from strata.checkpoint.copying.staging import find_snapshots, job_folder, read_snapshot, remove_job
+from strata.checkpoint.copying.staging import find_snapshots, read_snapshot
 from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
 from strata.checkpoint.image.in_place import verify_image
 from strata.checkpoint.image.layout import Plan, Prepared
@@ -34,7 +34,7 @@ from strata.checkpoint.sharded.restoring import (
     slice_of,
 )
 from strata.core.jobs.job import LoadReport, LoadShards
-from strata.shared_memory import folder_name, images_folder, memory_roots
+from strata.shared_memory import folder_name, images_folder, job_folder, memory_roots, remove_job
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.data_world import DataWorld

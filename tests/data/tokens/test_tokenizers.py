@@ -123,13 +123,14 @@ def test_nonsense_from_a_tokenizer_is_named(tmp_path: Path, data: Path, result: 
         build(tmp_path / "x.index", [data], tokenizer=Nonsense())
 
 
-def test_error_of_a_tokenizer_names_the_file(tmp_path: Path, data: Path) -> None:
+def test_error_of_a_tokenizer_names_the_file_and_leaves_no_part(tmp_path: Path, data: Path) -> None:
     class Broken:
         def encode(self, text: str) -> list[int]:
             raise RuntimeError("no luck")
 
     with pytest.raises(BuildFailed, match=r"raised RuntimeError on text from .*a\.jsonl: no luck"):
         build(tmp_path / "x.index", [data], tokenizer=Broken())
+    assert list(tmp_path.rglob("*00000000*")) == []
 
 
 def test_tokenizer_that_cannot_travel_works_in_this_process(

@@ -28,14 +28,12 @@ import json
 import logging
 import mmap
 import os
-import re
-import shutil
 import socket
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,16 +49,23 @@ from strata.checkpoint.image.layout import FILE_NAME, Placement, Plan, Prepared
 from strata.core.jobs.job import Ready
 from strata.files import write_file
 from strata.locks import FolderLock
-from strata.processes import Process, this_process
+from strata.processes import this_process
 from strata.shared_memory import (
+    GENERATION_NAME,
+    OWNER_NAME,
     ROOT_VARIABLE,
+    exclusively_inside,
+    folders_in,
     images_folder,
+    is_left,
+    job_folder,
     job_owner,
     make_private,
     memory_roots,
-    owner_lives,
+    remove_dead_jobs,
     remove_empty,
-    touched_s,
+    remove_held,
+    remove_tree,
 )
 
 log = logging.getLogger("strata.checkpoint")
@@ -68,12 +73,6 @@ log = logging.getLogger("strata.checkpoint")
 MARK_NAME = "mark.json"
 RECORD_NAME = "upload.json"
 """Beside a mark: what the agent of the machine needs to upload the image when its process is dead (`strata.checkpoint.finishing`)."""
-OWNER_NAME = "owner"
-GENERATION_NAME = "generation"
-GRACE_S = 600.0
-LONG_GRACE_S = 3600.0
-UNKNOWN_GRACE_S = 86_400.0
-"""For folders of version 0.1, which have no lock, where their process cannot be seen from here."""
 _ATTEMPTS = 1_000
 _ANOTHER_FOLDER = f"Name another folder: {ROOT_VARIABLE}, or Memory(root=…)."
 _NOWHERE = Path("/proc/self/fd/none")
@@ -535,8 +534,8 @@ class Staging:
     def live_holders(self) -> list[Holder]:
         """Who else holds images of this job here, now."""
         mine = {lock.folder for lock in self._locks.values()}
-        folders = [f for root in self._roots for f in _folders_in(job_folder(self.job, root=root))]
-        return [_holder_of(folder) for folder in folders if folder not in mine and not _is_left(folder)]
+        folders = [f for root in self._roots for f in folders_in(job_folder(self.job, root=root))]
+        return [_holder_of(folder) for folder in folders if folder not in mine and not is_left(folder)]
 
     def acquire(
         self,
@@ -681,7 +680,7 @@ class Staging:
                     with contextlib.suppress(FileNotFoundError):
                         lock.rename(lock.folder.with_name(f"left-{uuid.uuid4().hex}"))
                 else:
-                    _remove_held(lock.folder)
+                    remove_held(lock.folder)
                 lock.release()
             self._locks = {}
             self._buffers = []
@@ -881,8 +880,8 @@ class Staging:
         dead = [
             (folder, root)
             for root in self._roots
-            for folder in _folders_in(job_folder(self.job, root=root))
-            if _is_left(folder)
+            for folder in folders_in(job_folder(self.job, root=root))
+            if is_left(folder)
         ]
         marks = {
             folder: {s.path.parent.name: s.manifest for s in _snapshots_in(folder)} for folder, _ in dead
@@ -900,7 +899,7 @@ class Staging:
                     self._take_over(folder, lock, root)
                     kept = marks[folder], root
                     continue
-            _remove_held(folder)
+            remove_held(folder)
             if lock is not None:
                 lock.release()
         return kept or ({}, self._roots[0])
@@ -932,7 +931,7 @@ class Fence:
 
     def record(self, generation: int) -> None:
         folder = self._path.parent
-        with locks.exclusively_inside(self._path, inside=folder.parent) as file:
+        with exclusively_inside(self._path, inside=folder.parent) as file:
             newest = _number_in(os.pread(file, 64, 0))
             if newest > generation:
                 raise self._superseded(generation, newest)
@@ -949,25 +948,16 @@ class Fence:
         if not self._path.exists():
             return
         with contextlib.suppress(FileNotFoundError), locks.exclusively(self._path) as file:
-            if not _folders_in(self._path.parent) and _number_in(os.pread(file, 64, 0)) <= self._mine:
+            if not folders_in(self._path.parent) and _number_in(os.pread(file, 64, 0)) <= self._mine:
                 self._path.unlink()
 
     def _superseded(self, generation: int, newest: int) -> Superseded:
         return Superseded(where=str(self._path.parent), generation=generation, newest=newest)
 
 
-def job_folder(job: str, *, root: Path | None = None) -> Path:
-    """Where a job's images are. Each user has a place of their own."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job):
-        raise ValueError(
-            f"job {job!r} must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
-        )
-    return images_folder(root) / job
-
-
 def find_snapshots(job: str, *, root: Path | None = None) -> list[Snapshot]:
     """The complete images of a job, newest first, read without taking anything over."""
-    holders = [folder for each in memory_roots(root) for folder in _folders_in(job_folder(job, root=each))]
+    holders = [folder for each in memory_roots(root) for folder in folders_in(job_folder(job, root=each))]
     found = [snapshot for holder in holders for snapshot in _snapshots_in(holder)]
     return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
 
@@ -989,9 +979,9 @@ def left_images(*, root: Path | None = None) -> Iterator[tuple[Path, Snapshot, b
     """The complete images that dead processes of any job have left: of each the name of its job's folder, itself, and the record
     beside it. Nothing is taken over."""
     for each in memory_roots(root):
-        for job in _folders_in(images_folder(each)):
+        for job in folders_in(images_folder(each)):
             for folder in [
-                image for holder in _folders_in(job) if _is_left(holder) for image in _folders_in(holder)
+                image for holder in folders_in(job) if is_left(holder) for image in folders_in(holder)
             ]:
                 with contextlib.suppress(OSError):
                     record = (folder / RECORD_NAME).read_bytes()
@@ -999,66 +989,10 @@ def left_images(*, root: Path | None = None) -> Iterator[tuple[Path, Snapshot, b
                         yield job, snapshot, record
 
 
-def remove_dead_jobs(*, root: Path | None = None, keep: str = "", grace_s: float = GRACE_S) -> list[str]:
-    """Remove the images of jobs whose processes and owner have all ended, at least `grace_s` ago."""
-    removed = []
-    for job in _folders_in(images_folder(root)):
-        with contextlib.suppress(FileNotFoundError):  # It changes while it is looked at: others are at it.
-            if job.name != keep and _job_is_dead(job, grace_s) and remove_job(job):
-                removed.append(job.name)
-                log.info("removed the memory images of job %s, which has ended", job.name)
-    return removed
-
-
-def remove_job(job: Path) -> bool:
-    """Remove a dead job's folder; False where it has come back to life meanwhile."""
-    for folder in _folders_in(job):
-        lock = locks.take(folder)
-        if lock is None and locks.is_held(folder) is not None:
-            return False
-        _remove_held(folder)
-        if lock is not None:
-            lock.release()
-    with contextlib.suppress(OSError):
-        (job / GENERATION_NAME).unlink(missing_ok=True)
-    remove_empty(job)
-    return not job.exists()
-
-
-def remove_tree(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_held(folder: Path) -> None:
-    """Remove a folder that is held; its lock goes last, so that one that is half removed is still known to be held."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.name != locks.LOCK_NAME:
-                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    remove_tree(folder)
-
-
-def _job_is_dead(job: Path, grace_s: float) -> bool:
-    """Whether a job's images are orphaned: its processes have ended and so have their owners, or they have
-    long since ended although an owner lives (the rank they belonged to is on another machine now)."""
-    folders = _folders_in(job)
-    if not all(_is_left(folder) for folder in folders):
-        return False
-    is_owned = any(_owner_lives(folder) for folder in folders)
-    return time.time() - touched_s(job) > (LONG_GRACE_S if is_owned else grace_s)
-
-
-def _owner_lives(folder: Path) -> bool:
-    try:
-        return owner_lives(_lines(folder / OWNER_NAME)[0])
-    except OSError:
-        return False
-
-
 def _holder_of(folder: Path) -> Holder:
     token = folder.name.partition(".")[0]
     try:
-        said = json.loads(_lines(folder / OWNER_NAME)[1])
+        said = json.loads((folder / OWNER_NAME).read_text(errors="replace").splitlines()[1])
         return Holder(
             folder=folder,
             token=str(said["token"]),
@@ -1070,38 +1004,10 @@ def _holder_of(folder: Path) -> Holder:
         return Holder(folder=folder, token=token)
 
 
-def _lines(path: Path) -> Sequence[str]:
-    return path.read_text(errors="replace").splitlines() or [""]
-
-
-def _is_left(folder: Path) -> bool:
-    """Whether a folder is not held. Where it has no lock, as in version 0.1, the process it is named after must have ended
-    or have let go of it; where that process cannot be seen from here, time decides."""
-    if (held := locks.is_held(folder)) is not None:
-        return not held
-    try:
-        process = Process.parse(folder.name.partition(".")[0])
-    except ValueError:
-        return True
-    if process.is_elsewhere():
-        with contextlib.suppress(OSError):
-            return time.time() - touched_s(folder) > UNKNOWN_GRACE_S
-        return False
-    return process.has_ended()
-
-
 def _snapshots_in(holder: Path) -> Iterator[Snapshot]:
-    for folder in _folders_in(holder):
+    for folder in folders_in(holder):
         if snapshot := read_snapshot(folder):
             yield snapshot
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """None where it is not there: another process of the job may just have taken it over, or ended."""
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _free_bytes(root: Path) -> int:

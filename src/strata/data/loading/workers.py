@@ -13,7 +13,8 @@ import signal
 import threading
 from typing import Any
 
-from strata.processes import end_with_parent, let_fork_server_end
+from strata.fork_server import let_server_end
+from strata.processes import end_with_parent
 from strata.torch_compat.loaders import current_loop, torch_loop, use_loop
 
 
@@ -34,7 +35,7 @@ class _WorkerLoop:
             if self._is_forked and parent is not None and os.getppid() != parent.pid:
                 os._exit(1)  # It had ended before.
             if not self._is_forked:
-                let_fork_server_end()
+                let_server_end()
         torch_loop(*arguments, **options)
 
 

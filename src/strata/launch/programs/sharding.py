@@ -76,7 +76,7 @@ def _gather(folder: Path, total: int, presence: Presence, result: Path) -> None:
         presence.report(done, total)
         time.sleep(POLL_S)
     shards = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
-    result.write_text(json.dumps({"shards": shards}))
+    write_file(result, json.dumps({"shards": shards}), durable=False, mode=0o666)
     size = sum(shard["bytes"] for shard in shards)
     print(f"{total:,} shards, {size / 1e6:,.1f} MB read; see {result}", flush=True)
 

@@ -7,8 +7,8 @@ so a part whose summary exists was finished; its digests tell a part that a powe
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from strata.data.tokens.building.records import DEFAULT_MAX_RECORD_BYTES, ChunkR
 from strata.data.tokens.building.sources import Chunk, digest_blocks
 from strata.data.tokens.building.tokenizers import Encoder, Ids
 from strata.data.tokens.errors import BuildFailed, TokenDataError
+from strata.files import fresh_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,13 @@ def write_part(
     # Plain text is one document per file, however many records it is cut into.
     eos_each = None if chunk.source.kind == "text" else options.eos_id
     dtype = np.dtype("<u2" if options.token_bytes == 2 else "<u4")
-    temporary = [folder / f"{chunk.number:08d}.{os.getpid()}.{end}" for end in ("t", "r", "s")]
     tokens_digest, records_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
     tokens = records = 0
-    with temporary[0].open("wb") as tokens_file, temporary[1].open("wb") as records_file:
+    with ExitStack() as stack:  # The summary gets its name last.
+        summary_file, records_file, tokens_file = (
+            stack.enter_context(fresh_file(final(folder, chunk.number), durable=False, mode=0o666))
+            for final in (summary_path, records_path, tokens_path)
+        )
         for batch in reader:
             alive()
             ids, lengths = _encode(encoder, batch.texts, eos_each, chunk)
@@ -101,22 +105,19 @@ def write_part(
             tokens_file.write(packed)
             tokens_digest.update(packed)
             tokens += 1
-    summary = PartSummary(
-        number=chunk.number,
-        tokens=tokens,
-        records=records,
-        tokens_digest=tokens_digest.hexdigest(),
-        records_digest=records_digest.hexdigest(),
-        block_digests=[
-            d.hex() for d in digest_blocks(chunk.source.path, chunk.first_block, chunk.stop_block)
-        ],
-        bad_records=reader.bad_records,
-        bad_samples=reader.bad_samples,
-    )
-    temporary[2].write_bytes(summary.to_bytes())
-    finals = (tokens_path, records_path, summary_path)
-    for path, final in zip(temporary, finals, strict=True):
-        path.replace(final(folder, chunk.number))
+        summary = PartSummary(
+            number=chunk.number,
+            tokens=tokens,
+            records=records,
+            tokens_digest=tokens_digest.hexdigest(),
+            records_digest=records_digest.hexdigest(),
+            block_digests=[
+                d.hex() for d in digest_blocks(chunk.source.path, chunk.first_block, chunk.stop_block)
+            ],
+            bad_records=reader.bad_records,
+            bad_samples=reader.bad_samples,
+        )
+        summary_file.write(summary.to_bytes())
     return summary
 
 

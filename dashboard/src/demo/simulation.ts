@@ -11,7 +11,6 @@ import type {
 } from "../api/types";
 import type { DataOf, FeedEvent, Kind } from "../api/events";
 import type { DatasetSpec } from "../api/generated";
-import { whoSurvived } from "../state/runs";
 import type { RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
@@ -382,13 +381,13 @@ export class Simulation {
     const recovery: Recovery = {
       job_id: JOB, worker_id: `${JOB}-rank0`, at: this.now, total_s: total, phases_s: phases, resumed_step: this.safeStep,
       lost_steps: lost, tier, world_before: before, world_after: after, reason,
-      survived: 0, lost: [], joined: [], cause: "", ...who,
+      survived: 0, lost: [], joined: [], cause: "", who_survived: "", ...who,
     };
     this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
     this.closeIncident(recovery);
     const { at, total_s: _total, ...rest } = recovery;
     const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
-    this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, whoSurvived(recovery), recovery.cause].filter(Boolean).join("; ") });
+    this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, recovery.who_survived, recovery.cause].filter(Boolean).join("; ") });
     this.log("info", reason, `${JOB}-rank0`);
     this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
     this.becomeAll("training");
@@ -412,7 +411,7 @@ export class Simulation {
     this.safeStep = lastStep;
     this.becomeAll("recovering");
     this.replan(`${name} left`);
-    this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.05, abort: 0.31, regroup: 0.06, load: 0.11, first_step: 0.3 }, { survived: 7, lost: [name], cause: `rank ${rank} left: preempted` }));
+    this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.05, abort: 0.31, regroup: 0.06, load: 0.11, first_step: 0.3 }, { survived: 7, lost: [name], cause: `rank ${rank} left: preempted`, who_survived: `7 survived in process, rank${rank} lost` }));
     this.after(4, () => {
       this.workers.delete(name);
       this.publish("worker_forgotten", { worker_id: name, reason: "left the job", at_s: this.now, severity: "info", text: `${name} removed: left the job` });
@@ -425,7 +424,7 @@ export class Simulation {
     this.join(rank, "host added to the job");
     this.becomeAll("recovering");
     this.replan(`${JOB}-rank${rank} joined`);
-    this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, abort: 0.28, regroup: 0.07, load: 0.14, first_step: 0.31 }, { survived: 7, joined: [`${JOB}-rank${rank}`], cause: "a replacement joins" }));
+    this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, abort: 0.28, regroup: 0.07, load: 0.14, first_step: 0.31 }, { survived: 7, joined: [`${JOB}-rank${rank}`], cause: "a replacement joins", who_survived: `7 survived in process, rank${rank} joined` }));
   }
 
   // --- checkpoints --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from strata.core.fleet.barriers import missing_members
 from strata.core.fleet.checkpoints import CheckpointRecord, data_commit
 from strata.core.fleet.datasets import PlanKey, shard_at
 from strata.core.fleet.membership import Member
+from strata.core.fleet.recoveries import who_survived
 from strata.core.fleet.task_views import TaskView
 from strata.core.jobs.safety import Copy, Safety, kind_of, safety_of
 from strata.core.messages import (
@@ -191,6 +192,8 @@ class RecoveryView:
     """Where some survived: ids of the workers whose processes are new. Those that were lost are replaced; all others survived."""
     cause: str = ""
     """Why the set of ranks changed, where that is known."""
+    who_survived: str = ""
+    """In a sentence: how many survived, and who was replaced, lost or joined; empty where nobody survived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -644,6 +647,7 @@ def recovery(record: RecoveryRecorded) -> RecoveryView:
         lost=list(record.lost),
         joined=list(record.joined),
         cause=record.cause,
+        who_survived=who_survived(record),
     )
 
 

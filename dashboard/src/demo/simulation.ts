@@ -11,6 +11,7 @@ import type {
 } from "../api/types";
 import type { DataOf, FeedEvent, Kind } from "../api/events";
 import type { DatasetSpec } from "../api/generated";
+import { count, plural } from "../format";
 import type { RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
@@ -361,7 +362,7 @@ export class Simulation {
       ...this.incidents,
     ].slice(0, 50);
     const { id, fingerprint, decision, reason, failure_class, subject } = this.incidents[0]!;
-    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: what });
+    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: `${JOB}: ${what} (${failure_class}); it is restarted: ${reason}` });
   }
 
   private closeIncident(recovery: Recovery): void {
@@ -386,7 +387,7 @@ export class Simulation {
     this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
     this.closeIncident(recovery);
     const { at, total_s: _total, ...rest } = recovery;
-    const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
+    const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${count(this.safeStep)} from ${tier}, ${plural(lost, "step")} lost`;
     this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, recovery.who_survived, recovery.cause].filter(Boolean).join("; ") });
     this.log("info", reason, `${JOB}-rank0`);
     this.log("info", `data: ${worker} resumes its shards at the checkpoint's position`, worker);
@@ -442,7 +443,7 @@ export class Simulation {
     this.publish("checkpoint_started", {
       checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
       size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now, run_id: "", generation: checkpoint.generation,
-      severity: "debug", text: `checkpoint of step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
+      severity: "debug", text: `checkpoint of step ${count(step)} started by ${checkpoint.worker_id}`,
     });
     const seconds = this.random.between(1.3, 1.9);
     const digest = `xxh3-128:${this.random.hex(32)}`;
@@ -465,7 +466,7 @@ export class Simulation {
       checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
       tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, metadata: {},
       reason: done.reason, at_s: this.now, run_id: "", generation: done.generation, told_in: 0, succeeded_by: "",
-      severity: "success", text: `checkpoint of step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
+      severity: "success", text: `checkpoint of step ${count(done.step)} completed: ${done.reason}`,
     });
   }
 
@@ -500,7 +501,7 @@ export class Simulation {
     this.publish("barrier_released", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation,
       arrived: barrier.total, opened_at_s: barrier.created_at, waited_s: waited, reason: barrier.reason, at_s: this.now,
-      severity: "debug", text: `barrier ${barrier.name} released at step ${barrier.step}: ${barrier.reason}`,
+      severity: "debug", text: `barrier ${barrier.name} released at step ${count(barrier.step)}: ${barrier.reason}`,
     });
   }
 
@@ -511,7 +512,7 @@ export class Simulation {
     this.publish("barrier_broken", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation, arrived: barrier.arrived,
       missing: [missing], expected: barrier.total, opened_at_s: barrier.created_at, reason, at_s: this.now,
-      severity: "warning", text: `barrier ${barrier.name} broken at step ${barrier.step}: ${reason}`,
+      severity: "warning", text: `barrier ${barrier.name} broken at step ${count(barrier.step)}: ${reason}`,
     });
   }
 

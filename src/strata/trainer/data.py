@@ -97,10 +97,8 @@ class ResumableDataset(TokenDataset):
             name = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else "gpt2"
             files = [str(path) for path in self.data_files]
             command = build_command(files, Path(index_file), tokenizer=name)
-            raise DataLoadingError(
-                "Token index file not found",
-                source=files[0] if files else str(index_file),
-                suggestions=(f"Build it first: {respelt(command, self.index_command)}",),
+            raise DataLoadingError.index_not_found(
+                files[0] if files else str(index_file), command=respelt(command, self.index_command)
             ) from None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,8 +3,9 @@
     python scripts/generate_types.py            write them
     python scripts/generate_types.py --check    only say whether they are current; exit status 1 if not
 
-`dashboard/src/api/generated.ts` holds every type the dashboard reads or sends; `docs/reference/events.schema.json` is the JSON
-Schema of an event, for readers in any language. Both are committed, and a test fails when they are stale.
+`dashboard/src/api/generated.ts` holds every type the dashboard reads or sends, `src/strata/api_types.py` those that
+`strata.Client` returns; `docs/reference/events.schema.json` is the JSON Schema of an event, for readers in any language. All are
+committed, and a test fails when they are stale.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -30,12 +32,39 @@ from strata.core.cluster import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPESCRIPT = ROOT / "dashboard" / "src" / "api" / "generated.ts"
+PYTHON = ROOT / "src" / "strata" / "api_types.py"
 EVENTS_SCHEMA = ROOT / "docs" / "reference" / "events.schema.json"
 EVENT = "StreamEvent"
 REFERENCE = "#/components/schemas/"
-PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}
+CLIENT = ("TaskView", "TaskAnswer", "LogView", "RecipeBody")
 
 Schema = dict[str, Any]
+
+
+class Spelling(NamedTuple):
+    """How a language writes types."""
+
+    plain: dict[str, str]
+    unknown: str
+    literals: Callable[[list[Any]], str]
+    array: Callable[[str], str]
+    record: Callable[[str], str]
+
+
+IN_TYPESCRIPT = Spelling(
+    plain={"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"},
+    unknown="unknown",
+    literals=lambda values: " | ".join(map(json.dumps, values)),
+    array=lambda items: f"({items})[]" if " | " in items else f"{items}[]",
+    record=lambda values: f"Record<string, {values}>",
+)
+IN_PYTHON = Spelling(
+    plain={"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"},
+    unknown="Any",
+    literals=lambda values: f"Literal[{', '.join(map(json.dumps, values))}]",
+    array=lambda items: f"list[{items}]",
+    record=lambda values: f"dict[str, {values}]",
+)
 
 
 def openapi() -> Schema:
@@ -69,6 +98,7 @@ def generate(document: Schema) -> dict[Path, str]:
     )
     return {
         TYPESCRIPT: header + "\n" + "\n\n".join(parts) + "\n",
+        PYTHON: _python(schemas),
         EVENTS_SCHEMA: json.dumps(_events_schema(schemas), indent=2, ensure_ascii=False) + "\n",
     }
 
@@ -98,11 +128,11 @@ def _references(part: Any) -> set[str]:
 def _declaration(name: str, schema: Schema, is_request: bool) -> str:
     comment = _comment(schema, "")
     if "properties" not in schema:
-        return f"{comment}export type {name} = {_type(schema)};"
+        return f"{comment}export type {name} = {_type(schema, IN_TYPESCRIPT)};"
     # Answers are complete: a default is for those who send.
     optional = schema["properties"].keys() - schema.get("required", ()) if is_request else set()
     lines = [
-        f"{_comment(member, '  ')}  {key}{'?' if key in optional else ''}: {_type(member)};"
+        f"{_comment(member, '  ')}  {key}{'?' if key in optional else ''}: {_type(member, IN_TYPESCRIPT)};"
         for key, member in schema["properties"].items()
     ]
     return f"{comment}export interface {name} {{\n" + "\n".join(lines) + "\n}"
@@ -112,23 +142,50 @@ def _comment(schema: Schema, indent: str) -> str:
     return f"{indent}/** {' '.join(schema['description'].split())} */\n" if "description" in schema else ""
 
 
-def _type(schema: Schema) -> str:
+# --- Python -------------------------------------------------------------------------------------------------
+
+
+def _python(schemas: dict[str, Schema]) -> str:
+    used = _used([{"$ref": REFERENCE + name} for name in CLIENT], schemas)
+    header = '''"""What the HTTP API answers `strata.Client`, as JSON. Generated: `npm run types`. Times are Unix seconds."""
+
+from typing import Any, Literal, TypedDict
+'''
+    return header + "".join(_typed_dict(name, schemas[name]) for name in sorted(used))
+
+
+def _typed_dict(name: str, schema: Schema) -> str:
+    members = "".join(
+        f"    {key}: {_type(member, IN_PYTHON)}\n" + _docstring(member)
+        for key, member in schema["properties"].items()
+    )
+    about = f"{_docstring(schema)}\n" if "description" in schema else ""
+    return f"\n\nclass {name}(TypedDict):\n{about}{members}"
+
+
+def _docstring(schema: Schema) -> str:
+    return f'    """{" ".join(schema["description"].split())}"""\n' if "description" in schema else ""
+
+
+# --- types, in either language ------------------------------------------------------------------------------
+
+
+def _type(schema: Schema, spelling: Spelling) -> str:
     if "$ref" in schema:
         return str(schema["$ref"].removeprefix(REFERENCE))
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            return " | ".join(dict.fromkeys(map(_type, schema[union])))
+            return " | ".join(dict.fromkeys(_type(each, spelling) for each in schema[union]))
     if "const" in schema:
-        return json.dumps(schema["const"])
+        return spelling.literals([schema["const"]])
     if "enum" in schema:
-        return " | ".join(map(json.dumps, schema["enum"]))
+        return spelling.literals(schema["enum"])
     if schema.get("type") == "array":
-        items = _type(schema["items"]) if schema.get("items") else "unknown"
-        return f"({items})[]" if " | " in items else f"{items}[]"
+        return spelling.array(_type(schema["items"], spelling) if schema.get("items") else spelling.unknown)
     if schema.get("type") == "object":
         values = schema.get("additionalProperties")
-        return f"Record<string, {_type(values) if isinstance(values, dict) else 'unknown'}>"
-    return PLAIN[schema["type"]] if "type" in schema else "unknown"
+        return spelling.record(_type(values, spelling) if isinstance(values, dict) else spelling.unknown)
+    return spelling.plain[schema["type"]] if "type" in schema else spelling.unknown
 
 
 # --- JSON Schema --------------------------------------------------------------------------------------------

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-import strata
-import strata.checkpoint
-import strata.checkpoint.dcp
-import strata.data
-import strata.stores
-import strata.training
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,79 +88,111 @@ def test_a_users_program_is_clean_and_its_mistakes_are_found(tmp_path: Path) -> 
 
 
 MAY_BE_ANY = {
-    "load": "what was saved comes back, whatever it was",
-    "load_async": "the same",
-    "restore": "the same",
-    "state": "what was saved, whatever it was",
-    "into": "tensors to be filled, in any nesting",
-    "on_restored": "the state is as it was saved",
-    "state_dict": "as PyTorch's own",
-    "load_state_dict": "as PyTorch's own",
-    "transform": "makes of a sample what training wants",
-    "keep": "decides on a sample, whatever it is",
-    "function": "makes samples of one, whatever they are",
-    "collate_fn": "makes of samples what training wants",
-    "data": "a ledger's commit, as JSON",
-    "config": "JSON that a recipe describes",
-    "tasks": "JSON of the API",
-    "task": "JSON of the API",
-    "stop": "JSON of the API",
-    "restart": "JSON of the API",
-    "logs": "JSON of the API",
-    "wait": "JSON of the API",
-    "submit": "JSON of the API",
-    "recipes": "JSON of the API",
-    "restore_copy": "tensors to be filled, in any nesting",
-    "commit": "a ledger's commit, as JSON",
-    "commit_alone": "the same",
-    "read": "samples, as the dataset has them",
-    "options": "of the store that the URL names: every kind has its own",
-    "read_metadata": "as PyTorch's own",
-    "set_up_storage_reader": "as PyTorch's own",
-    "set_up_storage_writer": "as PyTorch's own",
+    "what was saved comes back, whatever it was": (
+        "strata.CheckpointManager.load.return",
+        "strata.CheckpointManager.load_async.return",
+        "strata.CheckpointManager.restore.accept",
+        "strata.checkpoint.Restored.__init__.state",
+        "strata.elastic.on_restored",
+        "strata.training.ElasticJob.__init__.on_restored",
+    ),
+    "tensors to be filled, in any nesting": (
+        "strata.CheckpointManager.load.into",
+        "strata.CheckpointManager.restore.into",
+        "strata.CheckpointManager.restore_copy.into",
+    ),
+    "a state, as PyTorch's own": (
+        "strata.ElasticLoader.load_state_dict.state",
+        "strata.ElasticLoader.state_dict.return",
+        "strata.ElasticSampler.load_state_dict.state",
+        "strata.ElasticSampler.state_dict.return",
+        "strata.data.ElasticIterableDataset.load_state_dict.state",
+        "strata.data.StreamLoader.load_state_dict.state",
+        "strata.data.StreamLoader.state_dict.return",
+        "strata.integrations.loading.TrainerLoader.load_state_dict.state",
+        "strata.integrations.loading.TrainerLoader.state_dict.return",
+        "strata.integrations.loading.batches_of.state",
+        "elastic_harness.checkpoint.CheckpointState.__init__.dataset_state",
+        "elastic_harness.checkpoint.CheckpointState.__init__.lr_scheduler_state_dict",
+        "elastic_harness.checkpoint.CheckpointState.__init__.model_state_dict",
+        "elastic_harness.checkpoint.CheckpointState.__init__.optimizer_state_dict",
+        "elastic_harness.checkpoint.CheckpointState.__init__.rng_states",
+        "elastic_harness.checkpoint.CheckpointState.from_dict.data",
+        "elastic_harness.checkpoint.CheckpointState.to_dict.return",
+        "elastic_harness.checkpoint.create_checkpoint_state.dataset_state",
+        "elastic_harness.data.DatasetState.from_dict.state",
+        "elastic_harness.data.ResumableDataset.load_state_dict.state",
+        "elastic_harness.data.ResumableDataset.state_dict.return",
+    ),
+    "a checkpoint, as Lightning's own": (
+        "strata.integrations.lightning.StrataCheckpointIO.load_checkpoint.return",
+        "strata.integrations.lightning.StrataCheckpointIO.save_checkpoint.checkpoint",
+        "strata.integrations.lightning.counted_in_batches.loops",
+        "strata.integrations.lightning.counted_in_batches.return",
+    ),
+    "the caller's own values, saved beside the state": (
+        "elastic_harness.checkpoint.CheckpointState.__init__.extra",
+        "elastic_harness.checkpoint.CheckpointState.__init__.metrics",
+        "elastic_harness.checkpoint.create_checkpoint_state.metrics",
+    ),
+    "samples, as the dataset has them": (
+        "strata.Mixture.read.return",
+        "strata.data.ElasticDataset.__init__.transform",
+        "strata.data.ElasticDataset.read.return",
+        "strata.data.ElasticIterableDataset.__init__.collate_fn",
+        "strata.data.filtered.keep",
+        "strata.data.mapped.function",
+    ),
+    "a ledger's commit, as JSON": (
+        "dtruntime.CheckpointRecord.__init__.data",
+        "strata.ShardManager.commit.data",
+        "strata.TrainingOrchestrator.notify_checkpoint.data",
+        "strata.data.DataLedger.commit.return",
+        "strata.data.DataLedger.commit_alone.return",
+        "strata.data.DataLedger.restore.data",
+    ),
+    "JSON that the run, or its recipe, describes": (
+        "strata.Client.submit.config",
+        "strata.elastic.config",
+        "strata.training.ElasticJob.__init__.config",
+    ),
 }
-"""Parameters and functions whose values the API passes on without knowing what they are."""
+"""By reason: parameters and results that the API passes on without knowing what they are."""
 
-
-PUBLIC = (strata, strata.checkpoint, strata.checkpoint.dcp, strata.data, strata.stores, strata.training)
-
-
-def public() -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    values = {
-        each: name for module in PUBLIC for name in module.__all__ if callable(each := getattr(module, name))
-    }
-    for value, name in values.items():
-        if inspect.isclass(value):
-            found += [
-                (f"{name}.{method}", each)
-                for method, each in vars(value).items()
-                if inspect.isfunction(each)
-                and (not method.startswith("_") or method == "__init__")
-                and each.__module__.startswith("strata")  # A protocol's `__init__` is Python's own.
-            ]
-        else:
-            found.append((name, value))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "function"), public(), ids=lambda value: value if isinstance(value, str) else ""
+DOCS = runpy.run_path(str(ROOT / "scripts" / "docs_reference.py"))
+PUBLIC = (
+    "strata",
+    *DOCS["FACES"],
+    *DOCS["INTEGRATIONS"],
+    "dtruntime",
+    "elastic_harness.checkpoint",
+    "elastic_harness.data",
 )
-def test_nothing_public_is_any_without_a_reason(name: str, function: object) -> None:
-    assert callable(function)
-    signature = inspect.signature(function)
-    own = name.rpartition(".")[2]
-    untyped = [
-        p.name
-        for p in signature.parameters.values()
-        if p.annotation is p.empty and p.name not in ("self", "cls")
-    ]
-    assert untyped == []
-    loose = [
-        p.name
-        for p in signature.parameters.values()
-        if "Any" in str(p.annotation) and p.name not in MAY_BE_ANY
-    ]
-    assert own in MAY_BE_ANY or loose == []
-    assert own in MAY_BE_ANY or "Any" not in str(signature.return_annotation)
+OWN = ("strata", "dtruntime", "elastic_harness")
+
+
+def public() -> Iterator[tuple[str, inspect.Signature]]:
+    """Every public function and method, once, under the first of its names."""
+    seen: set[object] = set()
+    for module in map(importlib.import_module, PUBLIC):
+        for name in DOCS["public_names"](module):
+            value = getattr(module, name)
+            members = inspect.getmembers_static(value) if inspect.isclass(value) else [("", value)]
+            for member, each in members:
+                function = getattr(each, "fget", None) or getattr(each, "__func__", each)
+                is_own = inspect.isfunction(function) and function.__module__.startswith(OWN)
+                if is_own and function not in seen and (member == "__init__" or not member.startswith("_")):
+                    seen.add(function)
+                    yield ".".join(filter(None, (module.__name__, name, member))), inspect.signature(function)
+
+
+def test_nothing_public_is_any_without_a_reason() -> None:
+    annotations = {
+        f"{name}.{parameter.name}": parameter.annotation
+        for name, signature in public()
+        for parameter in signature.parameters.values()
+        if parameter.name not in ("self", "cls")
+    } | {f"{name}.return": signature.return_annotation for name, signature in public()}
+    assert [name for name, annotation in annotations.items() if annotation is inspect.Signature.empty] == []
+    loose = {name for name, annotation in annotations.items() if re.search(r"\bAny\b", str(annotation))}
+    assert loose == {name for names in MAY_BE_ANY.values() for name in names}

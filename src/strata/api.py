@@ -43,7 +43,7 @@ class Unreachable(StrataError):
 
 
 class ApiError(StrataError):
-    """The coordinator answered with a refusal."""
+    """The coordinator answered with a refusal; `answer_code` is what it is called in the API, for programs."""
 
     def __init__(self, code: str, message: str, hint: str) -> None:
         super().__init__(message, hint=hint)

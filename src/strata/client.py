@@ -13,13 +13,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, urlencode
 
 from strata import api
 from strata.api import Answered, ApiError, Unreachable
+from strata.api_types import ExitCause, LogView, RecipeBody, TaskAnswer, TaskView
 
-__all__ = ["Answered", "ApiError", "Client", "Unreachable"]
+__all__ = [
+    "Answered",
+    "ApiError",
+    "Client",
+    "ExitCause",
+    "LogView",
+    "RecipeBody",
+    "TaskAnswer",
+    "TaskView",
+    "Unreachable",
+]
 
 ENDED = ("completed", "failed", "stopped")
 POLL_S = 0.5
@@ -32,9 +43,9 @@ class Client:
         self.url = url or os.environ.get("STRATA_API_URL") or api.DEFAULT_API
         self._token = token
 
-    def recipes(self) -> list[dict[str, Any]]:
+    def recipes(self) -> list[RecipeBody]:
         """What may be run, each with the JSON Schema of its config."""
-        return api.get_rows(self.url, "/api/recipes", token=self._token)
+        return cast(list[RecipeBody], api.get_rows(self.url, "/api/recipes", token=self._token))
 
     def submit(
         self,
@@ -60,30 +71,31 @@ class Client:
         body = {key: value for key, value in request.items() if value is not None}
         return str(self._post("/api/tasks", body)["task_id"])
 
-    def tasks(self) -> list[dict[str, Any]]:
+    def tasks(self) -> list[TaskView]:
         """Newest first."""
-        return api.get_rows(self.url, "/api/tasks", token=self._token)
+        return cast(list[TaskView], api.get_rows(self.url, "/api/tasks", token=self._token))
 
-    def task(self, task_id: str) -> dict[str, Any]:
-        return api.get_facts(self.url, f"/api/tasks/{_quoted(task_id)}", having="status", token=self._token)
+    def task(self, task_id: str) -> TaskView:
+        path = f"/api/tasks/{_quoted(task_id)}"
+        return cast(TaskView, api.get_facts(self.url, path, having="status", token=self._token))
 
-    def stop(self, task_id: str, *, wait_s: float = 0.0) -> dict[str, Any]:
+    def stop(self, task_id: str, *, wait_s: float = 0.0) -> TaskAnswer:
         """Ask a task to save and leave; with `wait_s`, until its processes have exited or that time has passed."""
         query = urlencode({"wait": wait_s}) if wait_s else ""
         path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
-        return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)
+        return cast(TaskAnswer, self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S))
 
-    def restart(self, task_id: str) -> dict[str, Any]:
+    def restart(self, task_id: str) -> TaskAnswer:
         """Run a failed or stopped task again, from its latest intact checkpoint."""
-        return self._post(f"/api/tasks/{_quoted(task_id)}/restart", {})
+        return cast(TaskAnswer, self._post(f"/api/tasks/{_quoted(task_id)}/restart", {}))
 
-    def logs(self, task_id: str, *, limit: int = 1_000, after: str | None = None) -> list[dict[str, Any]]:
+    def logs(self, task_id: str, *, limit: int = 1_000, after: str | None = None) -> list[LogView]:
         """The task's log entries, oldest first; with `after`, only those newer than the entry of that id."""
         query = urlencode({"limit": limit, **({"after": after} if after else {})})
         rows = api.get_rows(self.url, f"/api/tasks/{_quoted(task_id)}/logs?{query}", token=self._token)
-        return rows[::-1]
+        return cast(list[LogView], rows[::-1])
 
-    def wait(self, task_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    def wait(self, task_id: str, *, timeout_s: float | None = None) -> TaskView:
         """The task when it has ended. Raises `TimeoutError`."""
         deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:

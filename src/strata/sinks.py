@@ -147,8 +147,8 @@ class TensorBoard(Sink):
 class WeightsAndBiases(Sink):
     """A run of Weights & Biases, continued by every restart. Takes what `wandb.init` takes; `WANDB_MODE=offline` works."""
 
-    def __init__(self, project: str | None = None, **settings: Any) -> None:
-        self._settings = {"project": project, **settings}
+    def __init__(self, project: str | None = None, **settings: object) -> None:
+        self._settings: dict[str, object] = {"project": project, **settings}
         self._run: Any = None
 
     def check(self) -> None:

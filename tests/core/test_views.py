@@ -14,6 +14,7 @@ from strata.core.messages import (
     CheckpointId,
     DatasetId,
     JobId,
+    RecoveryRecorded,
     Report,
     ReportRecovery,
     ShardsRequested,
@@ -21,6 +22,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.stream_events import publish
 from strata.core.types import WORKER_STATES
 from tests.core.builders import Fleet, data_json, shown, trained
 
@@ -293,6 +295,41 @@ def test_a_recovery_shows_the_sum_of_its_phases(fleet: Fleet) -> None:
     )
     view = views.recovery(fleet.cluster.recoveries.records[-1])
     assert (view.total_s, view.resumed_step, view.reason) == (2.5, 40, "resumed at step 40")
+
+
+@pytest.mark.parametrize(
+    ("survived", "lost", "joined", "says"),
+    [
+        (2, ["j-rank1"], ["j-rank1"], "2 survived in process, rank1 replaced"),
+        (2, ["j-rank1"], [], "2 survived in process, rank1 lost"),
+        (2, [], ["j-rank1", "other"], "2 survived in process, rank1 and other joined"),
+        (2, ["j-rank0", "j-rank1"], ["j-rank1"], "2 survived in process, rank1 replaced, rank0 lost"),
+        (1_200, list("abcde"), [], "1,200 survived in process, 5 lost"),
+        (0, [], [], ""),
+    ],
+)
+def test_a_recovery_says_who_survived_it_and_its_event_says_the_same(
+    survived: int, lost: list[str], joined: list[str], says: str
+) -> None:
+    record = RecoveryRecorded(
+        job_id=JobId("j"),
+        worker_id=WorkerId("j-rank0"),
+        phases_s={"load": 1.0},
+        resumed_step=40,
+        lost_steps=3,
+        tier="memory",
+        world_before=3,
+        world_after=3,
+        reason="",
+        at_s=1.0,
+        survived=survived,
+        lost=tuple(map(WorkerId, lost)),
+        joined=tuple(map(WorkerId, joined)),
+    )
+    published = publish(record)
+    assert published is not None
+    assert views.recovery(record).who_survived == published.data["who_survived"] == says
+    assert says in published.data["text"]
 
 
 def test_everything_shown_is_plain_json(fleet: Fleet) -> None:

@@ -80,14 +80,14 @@ GUIDE = [
         "strata validate",
     ),
     (
-        e.DataLoadingError.index_not_found("data/train.jsonl", index="data/train.index"),
+        e.DataLoadingError.index_not_found("data/train.jsonl", command="strata index data/train.jsonl"),
         "Failed to load data from 'data/train.jsonl': Token index file not found",
         "strata index data/train.jsonl",
     ),
     (
-        e.DataLoadingError.missing_text_key("text", found=["content"]),
+        e.DataLoadingError.missing_text_key("text", record="data/train.jsonl, line 3", found=["content"]),
         "KeyError: 'text'",
-        "data.text_key: 'content'",
+        'data.text_key: "content"',
     ),
 ]
 

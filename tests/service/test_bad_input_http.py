@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
+from strata.client import ApiError, Client
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import stub
 from tests.service.quiet import state
@@ -197,6 +198,12 @@ def test_unknown_ids_are_not_found(shared: Coordinator) -> None:
     status, answer = post_raw(shared, "/api/tasks", json.dumps({**TASK, "dataset_id": "nothing"}).encode())
     assert (status, answer["code"]) == (404, "not_found")
     assert state(shared) == before
+
+
+def test_a_refusal_has_a_code_that_programs_can_tell_it_by(shared: Coordinator) -> None:
+    with pytest.raises(ApiError, match="ghost") as caught:
+        Client(shared.url).task("ghost")
+    assert caught.value.answer_code == "not_found"
 
 
 def test_paths_that_cannot_be_counted_are_refused(shared: Coordinator, tmp_path: Path) -> None:

@@ -975,6 +975,7 @@ export interface RecoveryRecorded {
   lost: string[];
   joined: string[];
   cause: string;
+  who_survived: string;
   severity: "debug" | "info" | "success" | "warning" | "error";
   text: string;
 }
@@ -1004,6 +1005,7 @@ export interface RecoveryView {
   lost: string[];
   joined: string[];
   cause: string;
+  who_survived: string;
 }
 
 export interface RegisterDatasetBody {

@@ -11,7 +11,7 @@ import type {
 } from "../api/types";
 import type { DataOf, FeedEvent, Kind } from "../api/events";
 import type { DatasetSpec } from "../api/generated";
-import { whoSurvived } from "../state/runs";
+import { count, plural } from "../format";
 import type { RunSeries, Series } from "../state/types";
 import { Random } from "./random";
 import { dealShards, movedShards, type Plan } from "./shards";
@@ -362,7 +362,7 @@ export class Simulation {
       ...this.incidents,
     ].slice(0, 50);
     const { id, fingerprint, decision, reason, failure_class, subject } = this.incidents[0]!;
-    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: what });
+    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: `${JOB}: ${what} (${failure_class}); it is restarted: ${reason}` });
   }
 
   private closeIncident(recovery: Recovery): void {
@@ -382,13 +382,13 @@ export class Simulation {
     const recovery: Recovery = {
       job_id: JOB, worker_id: `${JOB}-rank0`, at: this.now, total_s: total, phases_s: phases, resumed_step: this.safeStep,
       lost_steps: lost, tier, world_before: before, world_after: after, reason,
-      survived: 0, lost: [], joined: [], cause: "", ...who,
+      survived: 0, lost: [], joined: [], cause: "", who_survived: "", ...who,
     };
     this.recoveries = [recovery, ...this.recoveries].slice(0, 200);
     this.closeIncident(recovery);
     const { at, total_s: _total, ...rest } = recovery;
-    const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${this.safeStep.toLocaleString("en-US")} from ${tier}, ${lost} steps lost`;
-    this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, whoSurvived(recovery), recovery.cause].filter(Boolean).join("; ") });
+    const text = `${JOB} recovered in ${total.toFixed(1)} s; resumed at step ${count(this.safeStep)} from ${tier}, ${plural(lost, "step")} lost`;
+    this.publish("recovery_recorded", { ...rest, at_s: at, severity: "success", text: [text, recovery.who_survived, recovery.cause].filter(Boolean).join("; ") });
     this.log("info", reason, `${JOB}-rank0`);
     this.log("info", `data: ${worker} resumes its shards at the position of the checkpoint`, worker);
     this.becomeAll("training");
@@ -412,7 +412,7 @@ export class Simulation {
     this.safeStep = lastStep;
     this.becomeAll("recovering");
     this.replan(`${name} left`);
-    this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.05, abort: 0.31, regroup: 0.06, load: 0.11, first_step: 0.3 }, { survived: 7, lost: [name], cause: `rank ${rank} left: preempted` }));
+    this.after(2, () => this.recover(`${JOB}-rank0`, lastStep, 8, 7, "MEMORY", { detect: 0.05, abort: 0.31, regroup: 0.06, load: 0.11, first_step: 0.3 }, { survived: 7, lost: [name], cause: `rank ${rank} left: preempted`, who_survived: `7 survived in process, rank${rank} lost` }));
     this.after(4, () => {
       this.workers.delete(name);
       this.publish("worker_forgotten", { worker_id: name, reason: "left the job", at_s: this.now, severity: "info", text: `${name} removed: left the job` });
@@ -425,7 +425,7 @@ export class Simulation {
     this.join(rank, "host added to the job");
     this.becomeAll("recovering");
     this.replan(`${JOB}-rank${rank} joined`);
-    this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, abort: 0.28, regroup: 0.07, load: 0.14, first_step: 0.31 }, { survived: 7, joined: [`${JOB}-rank${rank}`], cause: "a replacement joins" }));
+    this.after(2.25, () => this.recover(`${JOB}-rank${rank}`, lastStep, 7, 8, "MEMORY", { detect: 0.05, abort: 0.28, regroup: 0.07, load: 0.14, first_step: 0.31 }, { survived: 7, joined: [`${JOB}-rank${rank}`], cause: "a replacement joins", who_survived: `7 survived in process, rank${rank} joined` }));
   }
 
   // --- checkpoints --------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ export class Simulation {
     this.publish("checkpoint_started", {
       checkpoint_id: id, job_id: JOB, worker_id: checkpoint.worker_id, step, epoch: 0, path: checkpoint.path,
       size_bytes: SAVE_BYTES, reason: checkpoint.reason, at_s: this.now, run_id: "", generation: checkpoint.generation,
-      severity: "debug", text: `checkpoint at step ${step.toLocaleString("en-US")} started by ${checkpoint.worker_id}`,
+      severity: "debug", text: `checkpoint at step ${count(step)} started by ${checkpoint.worker_id}`,
     });
     const seconds = this.random.between(1.3, 1.9);
     const digest = `xxh3-128:${this.random.hex(32)}`;
@@ -466,7 +466,7 @@ export class Simulation {
       checkpoint_id: id, job_id: JOB, worker_id: done.worker_id, step: done.step, epoch: 0, path: done.path, size_bytes: done.size,
       tiers: done.tiers, digest: done.digest, duration_s: save.seconds, parent_id: save.parent, metadata: {},
       reason: done.reason, at_s: this.now, run_id: "", generation: done.generation, told_in: 0, succeeded_by: "",
-      severity: "success", text: `checkpoint at step ${done.step.toLocaleString("en-US")} completed: ${done.reason}`,
+      severity: "success", text: `checkpoint at step ${count(done.step)} completed: ${done.reason}`,
     });
   }
 
@@ -501,7 +501,7 @@ export class Simulation {
     this.publish("barrier_released", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation,
       arrived: barrier.total, opened_at_s: barrier.created_at, waited_s: waited, reason: barrier.reason, at_s: this.now,
-      severity: "debug", text: `barrier ${barrier.name} released at step ${barrier.step}: ${barrier.reason}`,
+      severity: "debug", text: `barrier ${barrier.name} released at step ${count(barrier.step)}: ${barrier.reason}`,
     });
   }
 
@@ -512,7 +512,7 @@ export class Simulation {
     this.publish("barrier_broken", {
       job_id: JOB, barrier_id: barrier.name, step: barrier.step, round: 1, generation: this.numbers.generation, arrived: barrier.arrived,
       missing: [missing], expected: barrier.total, opened_at_s: barrier.created_at, reason, at_s: this.now,
-      severity: "warning", text: `barrier ${barrier.name} broken at step ${barrier.step}: ${reason}`,
+      severity: "warning", text: `barrier ${barrier.name} broken at step ${count(barrier.step)}: ${reason}`,
     });
   }
 

@@ -67,7 +67,7 @@ describe("every event can be applied twice", () => {
       event("task_progressed", { task_id: "t9", attempt: 1, worker_ids: ["w1"], step: 10, total_steps: 40, steps_per_s: 2, progress: 25, eta_s: 15, reason: "", at_s: NOW }),
     ],
     barriers: [event("barrier_released", { job_id: "job", barrier_id: "b", step: 1, round: 0, arrived: 2, opened_at_s: NOW, waited_s: 0.1, reason: "", at_s: NOW }), event("barrier_broken", { job_id: "job", barrier_id: "b", step: 2, round: 0, arrived: 1, missing: ["w1"], expected: 2, opened_at_s: NOW, reason: "", at_s: NOW + 1 })],
-    recovery: [event("recovery_recorded", { job_id: "job", worker_id: "w0", phases_s: { detect: 1, load: 2 }, resumed_step: 1, lost_steps: 2, tier: "local", world_before: 2, world_after: 2, reason: "", survived: 0, lost: [], joined: [], cause: "", at_s: NOW })],
+    recovery: [event("recovery_recorded", { job_id: "job", worker_id: "w0", phases_s: { detect: 1, load: 2 }, resumed_step: 1, lost_steps: 2, tier: "local", world_before: 2, world_after: 2, reason: "", survived: 0, lost: [], joined: [], cause: "", who_survived: "", at_s: NOW })],
     logs: [event("logs", [logEntry(1), logEntry(2)])],
     dataset: [event("dataset_registered", { spec: { dataset_id: "d", path: "/d", format: "jsonl", total_samples: 101, shard_size: 10, shuffle: false, seed: 0, metadata: { name: "D" }, files: [], jobs: [] }, reason: "", at_s: NOW })],
     "dataset, remove": [event("dataset_registered", { spec: { dataset_id: "d", path: "/d", format: "jsonl", total_samples: 101, shard_size: 10, shuffle: false, seed: 0, metadata: {}, files: [], jobs: [] }, reason: "", at_s: NOW }), event("dataset_removed", { dataset_id: "d", reason: "", at_s: NOW })],

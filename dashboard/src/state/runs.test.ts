@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { initialState } from "./reducer";
-import { hasSurvived, rankOf, runsOf, whoSurvived } from "./runs";
+import { hasSurvived, rankOf, runsOf } from "./runs";
 import { NOW, recovery } from "./samples";
 import type { State } from "./types";
 
@@ -23,18 +23,6 @@ describe("the rank of a worker", () => {
 });
 
 describe("who survived a recovery", () => {
-  const of = (lost: string[], joined: string[], survived = 2) => whoSurvived(recovery({ survived, lost, joined }));
-
-  it("is listed with lost, new and replaced workers", () => {
-    expect(of(["job-rank1"], ["job-rank1"])).toBe("2 survived in process, rank1 replaced");
-    expect(of(["job-rank1"], [])).toBe("2 survived in process, rank1 lost");
-    expect(of([], ["job-rank1", "other"])).toBe("2 survived in process, rank1 and other joined");
-    expect(of(["job-rank0", "job-rank1"], ["job-rank1"])).toBe("2 survived in process, rank1 replaced, rank0 lost");
-  });
-
-  it("is counted where there are many", () => expect(of(["a", "b", "c", "d", "e"], [], 1_200)).toBe("1,200 survived in process, 5 lost"));
-  it("is empty where all were restarted", () => expect(of([], [], 0)).toBe(""));
-
   it("marks the rows of processes that were there before and after", () => {
     const r = recovery({ at: NOW, total_s: 1, survived: 1, lost: ["lost"] });
     const row = (workerId: string, from: number, to: number | null) => ({ workerId, spans: [{ from, to, kind: "up" as const, reason: "" }] });

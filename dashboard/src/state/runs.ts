@@ -1,7 +1,6 @@
 /** A run is everything with one job ID: workers, checkpoints, recoveries and, if started as one, its task. Pure. */
 
 import type { Checkpoint, LastReport, Recovery, Task, Worker } from "../api/types";
-import { count } from "../format";
 import { newest } from "./risk";
 import { runPoint, throughputOf } from "./series";
 import type { Generation, RunSeries, State } from "./types";
@@ -264,21 +263,6 @@ export function generationLines(generations: readonly Generation[], jobId: strin
 
 /** The phases of a recovery, in their order. */
 export const PHASES = ["detect", "abort", "regroup", "rendezvous", "spawn", "load", "first_step"] as const;
-
-const NAMES_SHOWN = 4;
-
-/** "2 survived in process, rank1 replaced"; empty without survivors. */
-export function whoSurvived(r: Pick<Recovery, "job_id" | "survived" | "lost" | "joined">): string {
-  if (r.survived === 0) return "";
-  const replaced = r.joined.filter((id) => r.lost.includes(id));
-  const groups: [readonly string[], string][] = [
-    [replaced, "replaced"],
-    [r.lost.filter((id) => !replaced.includes(id)), "lost"],
-    [r.joined.filter((id) => !replaced.includes(id)), "joined"],
-  ];
-  const named = groups.filter(([ids]) => ids.length > 0).map(([ids, became]) => `${ids.length > NAMES_SHOWN ? count(ids.length) : ids.map((id) => shortName(id, r.job_id)).join(" and ")} ${became}`);
-  return [`${count(r.survived)} survived in process`, ...named].join(", ");
-}
 
 /** Whether a worker's process was there before and after a recovery. */
 export function hasSurvived(row: TimelineRow, r: Recovery): boolean {

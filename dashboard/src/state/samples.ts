@@ -22,7 +22,7 @@ export function checkpoint(change: Partial<Checkpoint> = {}): Checkpoint {
 export function recovery(change: Partial<Recovery> = {}): Recovery {
   return {
     job_id: "job", worker_id: "w0", at: NOW - 60, total_s: 4, phases_s: { detect: 1, rendezvous: 1, spawn: 1, load: 0.5, first_step: 0.5 }, resumed_step: 80, lost_steps: 5,
-    tier: "memory", world_before: 2, world_after: 2, reason: "", survived: 0, lost: [], joined: [], cause: "", ...change,
+    tier: "memory", world_before: 2, world_after: 2, reason: "", survived: 0, lost: [], joined: [], cause: "", who_survived: "", ...change,
   };
 }
 

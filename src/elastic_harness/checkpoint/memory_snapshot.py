@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from typing import Any
 
 from elastic_harness.checkpoint.common import Closing, Pending, budget_bytes, check_settings, close_engines
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
@@ -90,7 +89,7 @@ class MemorySnapshotBackend(Closing):
     def memory_usage_bytes(self) -> int:
         return sum(info.size_bytes for info in self._snapshots())
 
-    def get_stats(self) -> dict[str, Any]:
+    def get_stats(self) -> dict[str, float | None]:
         found = self._snapshots()
         used_bytes = sum(info.size_bytes for info in found)
         return {

@@ -17,7 +17,7 @@ from torch import distributed
 from strata.checkpoint.image.nested import mapped
 from strata.trainer.errors import CheckpointLoadError, CheckpointValidationError
 from strata.training import rng
-from strata.training.state import unwrap
+from strata.training.state import Stateful, unwrap
 
 log = logging.getLogger("elastic_harness.checkpoint")
 
@@ -88,7 +88,7 @@ def create_checkpoint_state(
     step: int,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: Any | None = None,
+    lr_scheduler: Stateful | None = None,
     dataset_state: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     epoch: int = 0,
@@ -112,7 +112,7 @@ def load_checkpoint_to_model(
     state: CheckpointState,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: Any | None = None,
+    lr_scheduler: Stateful | None = None,
     strict: bool = True,
 ) -> None:
     """Put a state back. With `strict=False`, what does not fit is left as it is: parameters the model does not have or

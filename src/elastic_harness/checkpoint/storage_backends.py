@@ -15,7 +15,6 @@ import weakref
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic_harness.checkpoint.common import Closing, InvalidCheckpointConfig, Pending, close_engines
 from elastic_harness.checkpoint.state import CheckpointState, checked_state
@@ -29,6 +28,7 @@ from strata.checkpoint.manager import Memory
 from strata.checkpoint.pipeline import Policy
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError
+from strata.stores.urls import StoreOption
 from strata.trainer.error_translation import loading, save_error, saving
 
 log = logging.getLogger("elastic_harness.checkpoint")
@@ -84,7 +84,7 @@ class StorageBackend(Closing, abc.ABC):
 
     tier: str
 
-    def __init__(self, url: str, pending: Pending | None = None, **options: Any) -> None:
+    def __init__(self, url: str, pending: Pending | None = None, **options: StoreOption) -> None:
         self.url = url
         self._options = options
         self._opened: Store | None = None
@@ -234,7 +234,7 @@ class S3Backend(StorageBackend):
         region: str | None = None,
         *,
         pending: Pending | None = None,
-        **options: Any,
+        **options: StoreOption,
     ) -> None:
         """`options` go to the store: `endpoint`, `access_key_id`, `secret_access_key`, `max_retries`, `connect_timeout`
         and `read_timeout` in seconds … An `S3Config` in place of the bucket says all of it."""

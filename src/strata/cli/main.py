@@ -26,7 +26,6 @@ from strata.cli.operating import (
     certs,
     drain,
     journal,
-    links,
     notify,
     quarantine,
     replay,
@@ -73,7 +72,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     chaos.chaos,
     soak.soak,
     slurm.slurm,
-    links.dashboard_link,
+    access.dashboard_link,
     access.audit_log,
 )
 for command in COMMANDS:

@@ -112,9 +112,8 @@ def describe(event: Event | Change) -> EventText:
             tier = f" from {event.tier}" if event.tier else ""
             resumed = f"resumed at step {event.resumed_step:,}{tier}"
             lost = f"{counted(event.lost_steps, 'step')} lost"
-            who = who_survived(event.job_id, survived=event.survived, lost=event.lost, joined=event.joined)
             what = f"{event.job_id} recovered in {seconds:.1f} s; {resumed}, {lost}"
-            return EventText("success", "; ".join(filter(None, (what, who, event.cause))))
+            return EventText("success", "; ".join(filter(None, (what, who_survived(event), event.cause))))
         case IncidentReported():
             is_failure = event.subject == "run" and event.failure_class != "preemption"
             return EventText("error" if is_failure else "warning", _incident(event))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from strata.core.event_text import Severity, describe
 from strata.core.faults.notifications import Notification
+from strata.core.fleet.recoveries import who_survived
 from strata.core.fleet.tasks import percent, remaining_s
 from strata.core.messages import (
     SOFT_EVENTS,
@@ -24,6 +25,7 @@ from strata.core.messages import (
     Event,
     IncidentReported,
     RecordsForgotten,
+    RecoveryRecorded,
     ShardsMoved,
     TaskProgressed,
     ValueDropped,
@@ -87,7 +89,8 @@ _FORMS: dict[type[Any], _Form] = {
             "gpu": _Field(str, lambda event: event.first.gpu if event.first else ""),
         },
     ),
-    # With what the API shows of it, so that nobody needs to ask.
+    # With what the API shows of them, so that nobody needs to ask.
+    RecoveryRecorded: _Form(with_={"who_survived": _Field(str, who_survived)}),
     TaskProgressed: _Form(
         with_={
             "progress": _Field(float, lambda event: percent(event.step, event.total_steps)),

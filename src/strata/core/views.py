@@ -18,6 +18,7 @@ from strata.core.fleet.barriers import missing_members
 from strata.core.fleet.checkpoints import CheckpointRecord, data_commit
 from strata.core.fleet.datasets import PlanKey, shard_at
 from strata.core.fleet.membership import Member
+from strata.core.fleet.recoveries import who_survived
 from strata.core.fleet.task_views import TaskView
 from strata.core.jobs.safety import Copy, Safety, kind_of, safety_of
 from strata.core.messages import (
@@ -188,6 +189,8 @@ class RecoveryView:
     """Where some survived: ids of the workers with new processes. Those that are also in `lost` were replaced; all others survived."""
     cause: str = ""
     """Why the set of ranks changed, where known."""
+    who_survived: str = ""
+    """In a sentence: how many survived, and who was replaced, lost or joined; empty where nobody survived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -640,6 +643,7 @@ def recovery(record: RecoveryRecorded) -> RecoveryView:
         lost=list(record.lost),
         joined=list(record.joined),
         cause=record.cause,
+        who_survived=who_survived(record),
     )
 
 

@@ -182,7 +182,7 @@ class StrataCallback(TrainerCallback):
     # --- events -----------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self.job is not None and self.job.step != state.global_step:
             raise CannotPromise(
@@ -197,12 +197,12 @@ class StrataCallback(TrainerCallback):
             )
 
     def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._substeps += 1
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         loader = self._loader
         assert loader is not None
@@ -211,17 +211,17 @@ class StrataCallback(TrainerCallback):
         state.epoch = loader.epochs_at(self._made[-1])  # The Trainer counts those of this start.
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._settle()
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._settle()
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if control.should_training_stop and self.job is not None:
             self._settle()
@@ -238,8 +238,8 @@ class StrataCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        logs: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> None:
         if self.job is not None:
             metrics = {
@@ -248,7 +248,7 @@ class StrataCallback(TrainerCallback):
             self.job.log(metrics, step=state.global_step)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._close(None)
 

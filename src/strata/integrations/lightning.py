@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -146,7 +147,7 @@ class StrataCallback(Callback):
         self.job.watch_signals(on=True)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         job, loader = self.job, self._loader
         assert job is not None
@@ -315,7 +316,7 @@ class StrataCheckpointIO(CheckpointIO):
         """The last save under each name in each folder."""
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
         folder, name = _split(path)
         manager = self._manager(folder)
@@ -333,7 +334,7 @@ class StrataCheckpointIO(CheckpointIO):
         handle.future.add_done_callback(partial(self._saved, folder, name, handle.checkpoint_id))
 
     def load_checkpoint(
-        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         folder, name = _split(path)
         manager = self._manager(folder)
@@ -358,7 +359,7 @@ class StrataCheckpointIO(CheckpointIO):
                 fit_loop.update(counted_in_batches(fit_loop, whole=whole, left=left))
         return state
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         folder, name = _split(path)
         manager = self._manager(folder)
         with self._lock:
@@ -448,7 +449,7 @@ def _unlink(store: Store, name: str) -> None:
         Path(path_of(name)).unlink(missing_ok=True)
 
 
-def _split(path: Any) -> tuple[str, str]:
+def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     folder, _, name = str(path).rpartition("/")
     return folder or ".", name
 

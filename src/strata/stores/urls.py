@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from strata.errors import StrataError
 from strata.stores.protocol import Store
 
 _EXAMPLES = "/dir, file:///dir, memory://job, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+
+
+StoreOption: TypeAlias = str | float | bool | os.PathLike[str] | None
+"""A value of one of a store's options. Which there are depends on the store, and on the client of object storage underneath."""
 
 
 class InvalidStoreURL(StrataError, ValueError):
@@ -28,7 +32,7 @@ class InvalidStoreURL(StrataError, ValueError):
         self.url = url
 
 
-def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
+def open_store(url: str | os.PathLike[str], **options: StoreOption) -> Store:
     """The store that `url` names. `options` go to it as they are: `limit_bytes` for memory, `region`,
     `endpoint`, `max_concurrency` and the like for object storage."""
     text = os.fspath(url)
@@ -62,7 +66,8 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
                 raise InvalidStoreURL(text, "it names no bucket", instead=f"{parts.scheme}://bucket/prefix")
             from strata.stores.object import ObjectStore
 
-            return ObjectStore(parts.scheme, parts.netloc, parts.path, **options)
+            given: dict[str, Any] = options  # Checked by those who take them.
+            return ObjectStore(parts.scheme, parts.netloc, parts.path, **given)
         case scheme:
             raise InvalidStoreURL(text, f"the scheme '{scheme}' is not known")
 

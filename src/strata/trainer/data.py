@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from strata.data.loading.loader import MoreLoaderOptions
 from strata.data.tokens.building.sources import expand_patterns
 from strata.data.tokens.building.tokenizers import BYTES_NAME, load_tokenizer
 from strata.data.tokens.dataset import TokenDataset, TokenLoader
@@ -96,10 +97,8 @@ class ResumableDataset(TokenDataset):
             name = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else "gpt2"
             files = [str(path) for path in self.data_files]
             command = build_command(files, Path(index_file), tokenizer=name)
-            raise DataLoadingError(
-                "Token index file not found",
-                source=files[0] if files else str(index_file),
-                suggestions=(f"Build it first: {respelt(command, self.index_command)}",),
+            raise DataLoadingError.index_not_found(
+                files[0] if files else str(index_file), command=respelt(command, self.index_command)
             ) from None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +107,12 @@ class ResumableDataset(TokenDataset):
 
 
 def create_dataloader(
-    dataset: TokenDataset, batch_size: int, num_workers: int = 0, *, fill_last: bool = False, **options: Any
+    dataset: TokenDataset,
+    batch_size: int,
+    num_workers: int = 0,
+    *,
+    fill_last: bool = False,
+    **options: Unpack[MoreLoaderOptions],
 ) -> TokenLoader:
     """Batches of `input_ids` and `labels`, prefetched by `num_workers` processes, in the same order whatever
     their number. `fill_last` gives every rank the same number of equal batches, filled up with sequences

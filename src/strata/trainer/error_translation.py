@@ -92,16 +92,8 @@ def data_error(error: StrataError, *, index_command: str = COMMAND) -> DataLoadi
     """What a failed read is called here."""
     match error:
         case MissingTextKey():
-            keys = ", ".join(repr(name) for name in error.found) or "no keys"
-            return DataLoadingError(
-                f"KeyError: {error.key!r}",
-                suggestions=(
-                    f"{error.path}, {error.unit} {error.line} has the available keys {keys}",
-                    f'Name the right one: data.text_key: "{error.found[0] if error.found else "content"}" '
-                    "(--text-key on the command line)",
-                    f'Or rewrite the data as {{"{error.key}": "..."}} on each line',
-                ),
-            )
+            record = f"{error.path}, {error.unit} {error.line}"
+            return DataLoadingError.missing_text_key(error.key, record=record, found=error.found)
         case BadRecord():
             return DataLoadingError(
                 f"{error.unit} {error.line}: {error.reason}", source=error.path, suggestions=(error.hint,)

@@ -332,24 +332,20 @@ class DataLoadingError(ElasticTrainingError):
         return self.source
 
     @classmethod
-    def index_not_found(cls, source: str, *, index: str) -> DataLoadingError:
-        """The data are there, their token index is not."""
-        return cls(
-            "Token index file not found",
-            source=source,
-            suggestions=(f"Build it first: strata index {source} --tokenizer gpt2 --output {index}",),
-        )
+    def index_not_found(cls, source: str, *, command: str) -> DataLoadingError:
+        """The data are there, their token index is not; `command` builds it."""
+        return cls("Token index file not found", source=source, suggestions=(f"Build it first: {command}",))
 
     @classmethod
-    def missing_text_key(cls, key: str, *, found: Iterable[str] = ()) -> DataLoadingError:
+    def missing_text_key(cls, key: str, *, record: str, found: Sequence[str]) -> DataLoadingError:
         """A record has no field of the expected name."""
-        names = sorted(found)
         return cls(
             f"KeyError: {key!r}",
             suggestions=(
-                f"Name the right field: data.text_key: {names[0] if names else 'content'!r}"
-                + (f" (this record has {names})" if names else ""),
-                f'Or rewrite the data as one {{"{key}": "..."}} per line.',
+                f"{record} has the available keys {', '.join(map(repr, found)) or 'no keys'}",
+                f'Name the right one: data.text_key: "{found[0] if found else "content"}" '
+                "(--text-key on the command line)",
+                f'Or rewrite the data as {{"{key}": "..."}} on each line',
             ),
         )
 

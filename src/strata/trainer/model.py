@@ -100,9 +100,6 @@ class GPT(nn.Module):
             logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL
         )
 
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
     def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = module.weight.shape[0] == self.config.n_embd and isinstance(module, nn.Linear)

@@ -17,7 +17,7 @@ import { Status } from "../../components/Status";
 import { Ago } from "../../components/values";
 import { age, clock, compact, count, duration, number, plural } from "../../format";
 import { useFilters } from "../../search";
-import { generationLines, runsOf, timelineRows, whoSurvived, type Run } from "../../state/runs";
+import { generationLines, runsOf, timelineRows, type Run } from "../../state/runs";
 import { throughputOf } from "../../state/series";
 import { useServerNow, useStore, useStory } from "../../state/store";
 import { RiskStat } from "../checkpoints/Safety";
@@ -244,7 +244,7 @@ function Recoveries({ run }: { run: Run }) {
             <span className="shrink-0 text-sm text-faint"><Ago at={r.at} /></span>
           </p>
           <p className="flex flex-wrap gap-x-3 text-sm text-muted">{phasesOf(r).map((phase) => <span key={phase.name}>{phase.name.replace("_", " ")} {duration(phase.to - phase.from)}</span>)}</p>
-          {r.survived > 0 && <p className="foreign text-sm break-words">{whoSurvived(r)}</p>}
+          {r.who_survived && <p className="foreign text-sm break-words">{r.who_survived}</p>}
           {r.cause && <p className="foreign text-sm break-words text-muted">{r.cause}</p>}
           {r.reason && !r.reason.startsWith("recovered in") && <p className="foreign text-sm break-words text-faint">{r.reason}</p>}
         </li>

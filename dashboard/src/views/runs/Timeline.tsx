@@ -10,7 +10,7 @@ import type { Checkpoint } from "../../api/types";
 import { useThemeVersion } from "../../components/colors";
 import { Status } from "../../components/Status";
 import { bytes, clock, count, duration, plural } from "../../format";
-import { hasSurvived, whoSurvived } from "../../state/runs";
+import { hasSurvived } from "../../state/runs";
 import { allSaves, draw, GUTTER, hitAt, layoutOf, PHASE_COLORS, tiersOf, timeAt, type Hit, type TimelineData } from "./drawing";
 
 export function Timeline(props: { data: TimelineData; from: number; to: number; onZoom: (from: number, to: number) => void; label: string }) {
@@ -125,7 +125,7 @@ function Tip({ hit, data, x, y }: { hit: NonNullable<Hit>; data: TimelineData; x
         <>
           <p className="flex items-center gap-2 font-medium"><span className="size-2 rounded-full" style={{ background: `var(--color-${PHASE_COLORS[hit.name] ?? "idle"})` }} />{hit.name.replace("_", " ")}: {duration(hit.seconds)}</p>
           <p className="text-muted">Recovered in {duration(hit.recovery.total_s)} from {hit.recovery.tier || "storage"}; {plural(hit.recovery.lost_steps, "step")} lost, {hit.recovery.world_before} → {hit.recovery.world_after} workers</p>
-          {hit.recovery.survived > 0 && <p className="foreign">{whoSurvived(hit.recovery)}</p>}
+          {hit.recovery.who_survived && <p className="foreign">{hit.recovery.who_survived}</p>}
           {hit.recovery.cause && <p className="foreign break-words text-muted">{hit.recovery.cause}</p>}
         </>
       )}

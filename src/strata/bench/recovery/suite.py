@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from strata.api import get
 from strata.bench.recovery import in_process
 from strata.bench.recovery.kills import kill_worker
 from strata.bench.table import Row, report
@@ -53,8 +54,6 @@ def _crashes(folder: Path, coordinator: CoordinatorProcess, kills: int, peace_s:
             injury = run.inject(["kill"], patience_s=PATIENCE_S)
             if injury.recovery_s is not None:
                 times.append(injury.recovery_s)
-        from strata.cli.common import get
-
         found = [r for r in get(coordinator.api, "/api/recoveries") if r["job_id"] == job.name]
         lost = [int(r["lost_steps"]) for r in found]
         phases = {

@@ -526,11 +526,6 @@ class Staging:
         self.open()  # Whoever closes meanwhile sees that this job has another process.
         self._fence.record(generation)
 
-    @property
-    def newest_generation(self) -> int:
-        """The newest that has started at this root; 0 where none has."""
-        return self._fence.newest()
-
     def live_holders(self) -> list[Holder]:
         """Who else holds images of this job here, now."""
         mine = {lock.folder for lock in self._locks.values()}

@@ -73,7 +73,6 @@ _MOST_HEADER_BYTES = 100_000_000  # As the safetensors library has it.
 _SMALL_BYTES = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _DATA = re.compile(r"[^/]+/data/\d+")
-_UNSAFE = "If it is your own and holds more than tensors, load it with trusted_source=True."
 
 
 class Folder(Protocol):

@@ -70,11 +70,11 @@ class StrataStorageReader(StorageReader):
         else:
             self._choose(None, wanted)
 
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+    def read_metadata(self, *args: object, **options: object) -> Metadata:
         return self._metadata
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **options: object
     ) -> None:
         """Nothing to do: the metadata is this reader's own."""
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -132,7 +131,7 @@ class StrataStorageWriter(StorageWriter):
             raise InvalidSave(f"checkpoint_id ({os.fspath(checkpoint_id)!r}) must be the number of a step.")
         self.step = int(os.fspath(checkpoint_id))
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         if not kwargs.get("use_collectives", True):
             raise InvalidSave(
                 "Without collectives the checkpoint could not be published atomically: "

@@ -31,7 +31,7 @@ from strata.cli.common import (
 )
 from strata.cli.extras import need
 from strata.cli.watching.logs import show_entry
-from strata.client import ENDED, Client, Unreachable
+from strata.client import ENDED, Client, TaskAnswer, TaskView, Unreachable
 from strata.core.text import as_identifier
 from strata.errors import StrataError
 from strata.validation import nearest
@@ -225,7 +225,7 @@ def run(
 
 def _continue(client: Client, request: dict[str, Any]) -> str | None:
     """The newest task that asked for the same, set going again from its checkpoints, unless it has completed."""
-    same = (task for task in client.tasks() if all(task[key] == value for key, value in request.items()))
+    same = (task for task in client.tasks() if all(task.get(key) == value for key, value in request.items()))
     task = next(same, None)
     if task is None or task["status"] == "completed":
         return None
@@ -233,7 +233,7 @@ def _continue(client: Client, request: dict[str, Any]) -> str | None:
         task = client.wait(task["id"])
     if task["status"] in ENDED:
         client.restart(task["id"])
-    return str(task["id"])
+    return task["id"]
 
 
 def _end_at_once(data_dir: Path, task_id: str) -> None:
@@ -256,7 +256,7 @@ class _Following:
         self._after: str | None = newest[-1]["id"] if newest else None
         self._state = ""
 
-    def to_the_end(self) -> dict[str, Any]:
+    def to_the_end(self) -> TaskView:
         """Until the task has ended. A coordinator that restarts meanwhile is waited for."""
         while True:
             try:
@@ -277,10 +277,11 @@ class _Following:
             time.sleep(FOLLOW_S)
 
 
-def _report_end(task: dict[str, Any]) -> None:
+def _report_end(task: TaskView) -> None:
     """Exit 0 for a completed task, 1 for any other end."""
-    took = task["completed_at"] - (task["started_at"] or task["completed_at"])
-    console.print(Text.assemble(styled(task["status"]), f" after {duration(took)}"))
+    started_s, ended_s = task["started_at"], task["completed_at"]
+    took_s = ended_s - started_s if started_s is not None and ended_s is not None else 0.0
+    console.print(Text.assemble(styled(task["status"]), f" after {duration(took_s)}"))
     cause = task["exit_cause"]
     if task["status"] == "failed" and cause is not None and cause["traceback"]:
         console.print(Text(cause["traceback"], style="dim"), soft_wrap=True)
@@ -288,7 +289,7 @@ def _report_end(task: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _print_answer(answer: dict[str, Any], *, as_json: bool) -> None:
+def _print_answer(answer: TaskAnswer, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:

@@ -1,7 +1,8 @@
-"""`strata token`, `strata audit-log`: who may do what at a coordinator, and who did.
+"""`strata token`, `strata dashboard-link`, `strata audit-log`: who may do what at a coordinator, and who did.
 
 `token` asks a coordinator, as every command does; with `--data-dir` it changes that coordinator's file itself, which works
-while none is running and needs no token: whoever may write the file is its owner.
+while none is running and needs no token: whoever may write the file is its owner. The link that signs a browser in goes to
+standard output alone, so that it can be passed on; its code stands behind a `#`, which browsers do not send: it is in no server's log.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from urllib.parse import quote, urlencode
 import typer
 from rich.text import Text
 
+from strata.api import leader_url
 from strata.cli.common import (
     DEFAULT_API,
     Api,
     AsJson,
     LiteralGroup,
     delete,
+    duration,
     errors,
     get_rows,
     post,
+    post_facts,
     print_json,
     print_table,
     timestamp,
 )
+from strata.coordinator.auth.principals import Role
 
 app = typer.Typer(
     name="token", cls=LiteralGroup, help="Tokens for other users, machines and jobs.", no_args_is_help=True
@@ -102,6 +107,22 @@ def revoke(
     _note(f"Token {token_id} is revoked.")
 
 
+def dashboard_link(
+    role: Annotated[Role, typer.Option(help="What the browser may do; at most what you may.")] = "viewer",
+    api: Api = DEFAULT_API,
+    as_json: AsJson = False,
+) -> None:
+    """A link that signs a browser in to the dashboard: once, within ten minutes."""
+    made = post_facts(api, "/api/session/links", {"role": role}, having="path")
+    link = f"{leader_url(api)}{made['path']}"
+    if as_json:
+        print_json({"link": link, "role": role, "expires_in_s": made["expires_in"]})
+        return
+    typer.echo(link)
+    within = duration(made["expires_in"])
+    _note(f"Signs one browser in as {role}, once, within {within}. Treat it as a password.", soft_wrap=True)
+
+
 def audit_log(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Entries at most.")] = 50,
     text: Annotated[str, typer.Option("--grep", help="Text that must be in the entry, in any case.")] = "",
@@ -145,6 +166,6 @@ def _tokens_in(data_dir: Path) -> list[dict[str, Any]]:
     return [token.public(time.time()) for token in TokenStore(data_dir).all()]
 
 
-def _note(text: str) -> None:
+def _note(text: str, *, soft_wrap: bool = False) -> None:
     """For people, beside what a script reads."""
-    errors.print(Text(text, style="dim"))
+    errors.print(Text(text, style="dim"), soft_wrap=soft_wrap)

@@ -25,7 +25,6 @@ from strata.cli.common import (
     size,
     styled,
 )
-from strata.core.fleet.recoveries import who_survived
 
 JOBS_SHOWN = 10
 BAR_WIDTH = 20
@@ -226,7 +225,7 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
             *(f"{r['phases_s'][p]:.2f}" if p in r["phases_s"] else "-" for p in phases),
             r["tier"],
             f"{r['world_before']}→{r['world_after']}",
-            _who_survived(r) or "-",
+            r.get("who_survived") or "-",
             r.get("cause") or "-",
         )
         for r in found
@@ -244,13 +243,6 @@ def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
         "CAUSE",
     )
     print_table(columns, rows, empty="No job has had to recover yet.")
-
-
-def _who_survived(r: dict[str, Any]) -> str:
-    """An older coordinator does not say."""
-    return who_survived(
-        r["job_id"], survived=r.get("survived", 0), lost=r.get("lost", ()), joined=r.get("joined", ())
-    )
 
 
 def tasks(api: Api = DEFAULT_API, json: AsJson = False) -> None:

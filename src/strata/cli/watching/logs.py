@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import urlencode
 
 import typer
 from rich.text import Text
 
+from strata.api_types import LogView
 from strata.cli.common import (
     DEFAULT_API,
     Api,
@@ -70,7 +71,7 @@ def logs(
         "until": _timestamp("until", until),
     }
     query = {key: value for key, value in wanted.items() if value is not None}
-    found = get_rows(api, "/api/logs?" + urlencode({**query, "limit": limit}))
+    found = cast(list[LogView], get_rows(api, "/api/logs?" + urlencode({**query, "limit": limit})))
     if json and not follow:
         print_json(found)
         return
@@ -117,7 +118,7 @@ def _end_at_ctrl_c() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def show_entry(entry: dict[str, Any], *, as_json: bool) -> None:
+def show_entry(entry: LogView, *, as_json: bool) -> None:
     if as_json:
         print_json(entry, in_one_line=True)
         return

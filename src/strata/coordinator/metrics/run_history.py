@@ -200,9 +200,6 @@ class RunHistory:
         self.on_batches: Callable[[Sequence[KeptBatch]], None] = lambda batches: None
         """Called on the writer's thread with batches that are about to be kept, and are answered for after that. One may come again."""
         self.on_annotation: Callable[[Annotation], None] = lambda annotation: None
-        self.values_total = 0
-        """Values kept since the start."""
-        self.dropped_total = 0
         self._limit_bytes = limit_bytes
         self._waiting: list[_Waiting] = []
         self._waiting_bytes = 0
@@ -574,7 +571,6 @@ class RunHistory:
     def _append(self, run: int, start: int, rows: MetricRows) -> None:
         values, batches = self._tails.get(run, (0, 0))
         self._tails[run] = (values + rows.values.size, batches + 1)
-        self.values_total += rows.values.size
         self._db.execute(
             "INSERT INTO tail (run, start, names, steps, times, vals) VALUES (?, ?, ?, ?, ?, ?)",
             (
@@ -588,7 +584,6 @@ class RunHistory:
         )
 
     def _drop(self, run: int, values: int) -> None:
-        self.dropped_total += values
         self._db.execute("UPDATE runs SET dropped = dropped + ? WHERE id = ?", (values, run))
 
     def _read_tails(self) -> None:

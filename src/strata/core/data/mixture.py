@@ -401,13 +401,6 @@ class MixturePlan:
         # Of several at the same position the last one counts; it was rescaled from those before it.
         return sorted(dict(found).items())
 
-    def weights_at(self, position: int) -> dict[str, float]:
-        """The shares that are set for a position."""
-        settings = self.settings()
-        at = bisect_right([start for start, _ in settings], position) - 1
-        names = [source.name for source in self.definition.sources]
-        return {name: float(weight) for name, weight in zip(names, settings[at][1], strict=True)}
-
     def _laid_out(self) -> tuple[list[Segment], int, str]:
         sources = self.definition.sources
         limits = [

@@ -177,7 +177,6 @@ class _Run:
     save_intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
     losses_above: int = 0
-    losses_nonfinite: int = 0
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=RATES_KEPT))
     recent_rates: deque[float] = field(default_factory=lambda: deque(maxlen=RATES_RECENT))
     rate_unit: str = ""
@@ -336,7 +335,6 @@ class Notifications:
         key = Key("loss", run, "")
         for value in values:
             if not math.isfinite(value):
-                known.losses_nonfinite += 1
                 if key not in self.active:
                     what = "NaN" if math.isnan(value) else "infinite"
                     text = f"At step {step:,}. Every later step trains on it."
@@ -354,7 +352,7 @@ class Notifications:
                     advice = "Look at the curve of the gradient norm; a smaller learning rate or clipping may help."
                     found += self._raise(key, "error", f"{run}: the loss explodes", text, advice, now_s)
                 continue  # What is out of bounds does not move them.
-            known.losses_above = known.losses_nonfinite = 0
+            known.losses_above = 0
             known.losses.append(value)
             if key in self.active:
                 text = f"{value:,.4g} at step {step:,}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from strata.core import checks
 from strata.core.messages import Event, Instant, JobId, RecoveryRecorded, ReportRecovery
@@ -14,21 +14,22 @@ MAX_PHASES = 16
 MAX_NAMED = 20_000
 
 
-def who_survived(job: str, *, survived: int, lost: Sequence[str], joined: Sequence[str]) -> str:
+def who_survived(record: RecoveryRecorded) -> str:
     """'2 survived in process, rank1 replaced'; empty where nobody has survived."""
-    if not survived:
+    if not record.survived:
         return ""
-    replaced = [worker for worker in joined if worker in lost]
-    parts = [f"{survived:,} survived in process"]
+    lost, joined = set(record.lost), set(record.joined)
+    parts = [f"{record.survived:,} survived in process"]
     for workers, became in (
-        (replaced, "replaced"),
-        ([worker for worker in lost if worker not in replaced], "lost"),
-        ([worker for worker in joined if worker not in replaced], "joined"),
+        ([worker for worker in record.joined if worker in lost], "replaced"),
+        ([worker for worker in record.lost if worker not in joined], "lost"),
+        ([worker for worker in record.joined if worker not in lost], "joined"),
     ):
         if len(workers) > NAMES_SHOWN:
             parts.append(f"{len(workers):,} {became}")
         elif workers:
-            parts.append(f"{' and '.join(worker.removeprefix(f'{job}-') for worker in workers)} {became}")
+            names = (worker.removeprefix(f"{record.job_id}-") for worker in workers)
+            parts.append(f"{' and '.join(names)} {became}")
     return ", ".join(parts)
 
 

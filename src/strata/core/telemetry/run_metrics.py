@@ -14,7 +14,6 @@ from strata.core.telemetry.run_details import RunDetails
 
 NAME_LIMIT = 256
 NAMES_PER_ROW = 4_096
-ROWS_LIMIT = 1_000_000
 STEP_LIMIT = 2**53
 TIME = "_time"
 """When each step was logged: kept once for all metrics, beside them."""

@@ -39,10 +39,9 @@ except ImportError as error:
 from strata.data.loading.workers import end_with_trainer
 
 
-class LoaderOptions(TypedDict, total=False):
-    """What `ElasticLoader` passes to PyTorch's `DataLoader`."""
+class MoreLoaderOptions(TypedDict, total=False):
+    """What loaders pass to PyTorch's `DataLoader` beside `num_workers`."""
 
-    num_workers: int
     collate_fn: Callable[[list[Any]], Any] | None
     pin_memory: bool
     timeout: float
@@ -53,6 +52,12 @@ class LoaderOptions(TypedDict, total=False):
     persistent_workers: bool
     pin_memory_device: str
     in_order: bool
+
+
+class LoaderOptions(MoreLoaderOptions, total=False):
+    """What `ElasticLoader` passes to PyTorch's `DataLoader`."""
+
+    num_workers: int
 
 
 class ElasticLoader(WithSampler):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from strata.core.data.ledger import RankRecord
 from strata.core.data.order import EpochOrder
 from strata.data.errors import StateMismatch
+from strata.data.loading.loader import MoreLoaderOptions
 from strata.data.loading.steps import Step, StepPlan
 from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import DatasetState, SequenceReader, Sequences, sequence_numbers
@@ -263,7 +264,7 @@ class TokenLoader(DataLoader[Batch]):
         *,
         num_workers: int = 0,
         fill_last: bool = False,
-        **options: Any,
+        **options: Unpack[MoreLoaderOptions],
     ) -> None:
         if options.get("in_order") is False:
             raise ValueError("in_order=False would give batches in another order than the epoch's")

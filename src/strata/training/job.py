@@ -84,6 +84,7 @@ from strata.core.jobs.live import Complete, judge
 from strata.core.jobs.peers import PEER
 from strata.core.jobs.replicas import Odd, Undecided
 from strata.core.jobs.roster import Changes, Entrant, Roster, enter
+from strata.core.pauses import FIRST_DELAY_S, LONGEST_DELAY_S
 from strata.core.telemetry.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
@@ -664,7 +665,9 @@ class ElasticJob:
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
         """Ask a destination that does not answer again, for as long as the options allow."""
-        backoff = Backoff(first_s=0.5, longest_s=8.0, budget_s=self.options.unreachable_timeout_s)
+        backoff = Backoff(
+            first_s=FIRST_DELAY_S, longest_s=LONGEST_DELAY_S, budget_s=self.options.unreachable_timeout_s
+        )
         while True:
             try:
                 return attempt()

@@ -25,6 +25,7 @@ from strata.checkpoint.peers import wire
 from strata.checkpoint.peers.roster import Roster
 from strata.checkpoint.peers.wire import PeerError
 from strata.core.jobs.peers import Peer, targets
+from strata.core.pauses import pause_after_s
 
 log = logging.getLogger("strata.peers")
 
@@ -92,8 +93,8 @@ class Sender:
         self._copied: dict[str, int] = {}
         """The newest step of a slot that another machine has."""
         self._connections: dict[str, socket.socket] = {}
-        self._left_out: dict[str, tuple[float, float]] = {}
-        """Until when a machine is not asked, and how long that was."""
+        self._left_out: dict[str, tuple[float, int]] = {}
+        """Until when a machine is not asked, and how often in a row it has not answered."""
         self._said: dict[str, str] = {}
         self._closing = threading.Event()
         self.sent: deque[tuple[Image, Peer, int, float]] = deque(maxlen=64)
@@ -128,9 +129,9 @@ class Sender:
     def leave_out(self, peer: Peer, why: str) -> None:
         """It does not answer. Who waits for it does not wait any longer."""
         with self._changed:
-            _, before_s = self._left_out.get(peer.agent, (0.0, LEAVE_OUT_S / 2))
-            longer_s = min(2 * before_s, LONGEST_LEAVE_OUT_S)
-            self._left_out[peer.agent] = (time.monotonic() + longer_s, longer_s)
+            failures = self._left_out.get(peer.agent, (0.0, 0))[1] + 1
+            pause_s = pause_after_s(failures, first_s=LEAVE_OUT_S, longest_s=LONGEST_LEAVE_OUT_S)
+            self._left_out[peer.agent] = (time.monotonic() + pause_s, failures)
             connection = self._connections.get(peer.agent)
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -247,7 +248,7 @@ class Sender:
 
     def _is_left_out(self, peer: Peer) -> bool:
         with self._changed:
-            return time.monotonic() < self._left_out.get(peer.agent, (0.0, 0.0))[0]
+            return time.monotonic() < self._left_out.get(peer.agent, (0.0, 0))[0]
 
     def _connection(self, peer: Peer) -> socket.socket:
         known = self._connections.get(peer.agent)

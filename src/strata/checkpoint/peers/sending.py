@@ -25,7 +25,7 @@ from strata.checkpoint.peers import wire
 from strata.checkpoint.peers.roster import Roster
 from strata.checkpoint.peers.wire import PeerError
 from strata.core.jobs.peers import Peer, targets
-from strata.core.pauses import pause_after_s
+from strata.core.pauses import Pace, pause_after_s
 
 log = logging.getLogger("strata.peers")
 
@@ -36,6 +36,8 @@ SEND_S = 60.0
 PATIENCE_S = 20.0
 """So long a snapshot counts as being sent: afterwards nobody waits for it."""
 PIECE_BYTES = 4 << 20
+BURST_S = 0.1
+"""So many seconds' worth of the rate are sent at once."""
 OVERTAKEN = 3
 """So many snapshots in a row that were not sent in time are worth a word."""
 
@@ -56,24 +58,6 @@ class Image:
     copies: int
     rate_bytes: int
     """A second; 0 for no limit."""
-
-
-class Pace:
-    """So many bytes a second, with a tenth of a second's worth at once."""
-
-    def __init__(self, rate_bytes: int) -> None:
-        self._rate = rate_bytes
-        self._ahead_s = 0.0
-        self._last_s = time.monotonic()
-
-    def pause_s(self, sent_bytes: int) -> float:
-        """How long to wait after these."""
-        if not self._rate:
-            return 0.0
-        now_s = time.monotonic()
-        self._ahead_s = max(0.0, self._ahead_s - (now_s - self._last_s)) + sent_bytes / self._rate
-        self._last_s = now_s
-        return max(0.0, self._ahead_s - 0.1)
 
 
 class Sender:
@@ -308,7 +292,7 @@ class Sender:
         need: list[int],
         deadline_s: float,
     ) -> int:
-        part, sent_bytes, pace = manifest.parts[0], 0, Pace(image.rate_bytes)
+        part, sent_bytes, pace = manifest.parts[0], 0, Pace(BURST_S)
         with _gone_is_overtaken():
             opened = (image.folder / FILE_NAME).open("rb", buffering=0)
         with opened as file:
@@ -324,8 +308,8 @@ class Sender:
                         raise Overtaken  # The file has become shorter.
                     start += count
                     sent_bytes += count
-                    if (pause_s := pace.pause_s(count)) > 0:
-                        self._closing.wait(pause_s)
+                    if image.rate_bytes:
+                        self._closing.wait(pace.take(count / image.rate_bytes, time.monotonic()))
         return sent_bytes
 
     def _check(self, image: Image) -> None:

@@ -8,7 +8,6 @@ its user names (`read_env_file`) counts in full.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import tomllib
@@ -21,7 +20,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 from strata.core.text import counted
 from strata.environment import SAFE, refused_in_dotenv
 from strata.errors import StrataError
-from strata.validation import Schema, check, nearest
+from strata.validation import Schema, check, closest, nearest
 
 T = TypeVar("T")
 
@@ -171,9 +170,9 @@ def read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any
     else:
         part = document.get(section, {})
         if section not in document:
-            near = difflib.get_close_matches(section, document, n=1, cutoff=0.8)
-            if near:
-                problems.append(f"[{near[0]}] in {file} is not a known table; did you mean [{section}]?")
+            near = closest(section, document, likeness=0.8)
+            if near is not None:
+                problems.append(f"[{near}] in {file} is not a known table; did you mean [{section}]?")
         if isinstance(part, dict):
             return part
         problems.append(f"{section} in {file} must be a table: [{section}]")

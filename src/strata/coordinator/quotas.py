@@ -28,7 +28,8 @@ class Quotas:
         budget = self._budgets.get(client)
         if budget is None:
             return
-        wait_s = max(pace.take(0.0, now_s) for pace in budget)
+        by_events, by_bytes = budget
+        wait_s = max(by_events.take(0.0, now_s), by_bytes.take(0.0, now_s))
         if not wait_s:
             return
         raise Overloaded(
@@ -41,12 +42,13 @@ class Quotas:
         budget = self._budgets.pop(client, None)
         if budget is None:
             budget = (Pace(EVENTS_AT_ONCE / EVENTS_PER_S), Pace(BYTES_AT_ONCE / BYTES_PER_S))
-        self._budgets[client] = budget
-        budget[0].take(events / EVENTS_PER_S, now_s)
-        budget[1].take(size_bytes / BYTES_PER_S, now_s)
+        by_events, by_bytes = self._budgets[client] = budget
+        by_events.take(events / EVENTS_PER_S, now_s)
+        by_bytes.take(size_bytes / BYTES_PER_S, now_s)
         for other in list(self._budgets)[: max(1, len(self._budgets) - CLIENTS_REMEMBERED)]:
             # Looked at one or two at a time: those that wrote long ago have a full budget, like any stranger.
-            is_unused = all(pace.is_unused(now_s) for pace in self._budgets[other])
+            by_events, by_bytes = self._budgets[other]
+            is_unused = by_events.is_unused(now_s) and by_bytes.is_unused(now_s)
             if is_unused or len(self._budgets) > CLIENTS_REMEMBERED:
                 del self._budgets[other]
 

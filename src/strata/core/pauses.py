@@ -28,8 +28,10 @@ class Pace:
 
     def take(self, worth_s: float, now_s: float) -> float:
         """How long to wait after what takes `worth_s` at the steady rate."""
-        self._due_s = max(self._due_s, now_s - max(self._burst_s, worth_s)) + worth_s
-        return max(0.0, self._due_s - now_s)
+        # For every call and command of a coordinator: `max` would take as long as all the rest.
+        least_s = now_s - (worth_s if worth_s > self._burst_s else self._burst_s)
+        due_s = self._due_s = (self._due_s if self._due_s > least_s else least_s) + worth_s
+        return due_s - now_s if due_s > now_s else 0.0
 
     def is_unused(self, now_s: float) -> bool:
         """Whether a new one would say the same."""

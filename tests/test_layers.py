@@ -41,6 +41,7 @@ ASKS_THE_CLOCK = re.compile(r"\.(now|today|utcnow)\(")
 
 GROUND_FLOOR = (
     "strata.backoff",
+    "strata.core.pauses",
     "strata.errors",
     "strata.files",
     "strata.fork_server",

@@ -5,10 +5,10 @@ Names load on first use, so that a coordinator needs no torch and a training pro
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strata.launch.torchrun_trap import separate_attempts
+from strata.lazy_names import lazy_names
 
 __version__ = "0.2.0"
 """The one place that says it: the package, the API and the command line take it from here."""
@@ -33,25 +33,8 @@ _HOMES = {
     "tokens": "strata.data.tokens.documents",
 }
 
-_MODULES = ("sinks",)
-
 __all__ = [*_HOMES, "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"strata.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'strata' has no attribute '{name}'")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOMES) | set(_MODULES))
-
+__getattr__, __dir__ = lazy_names(__name__, {**_HOMES, "sinks": ".sinks"})
 
 separate_attempts()  # Where torchrun has restarted this process, before it meets the others.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import time
 
+from strata.core.pauses import pause_after_s
+
 
 class Backoff:
     """The pauses of one undertaking. `retries` and `budget_s` bound it; whichever is spent first ends it."""
@@ -25,20 +27,22 @@ class Backoff:
         self._longest_s = longest_s
         self._retries_left = retries
         self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
-        self._next_s = first_s
+        self._failures = 1
+        """In a row, with the one that the next pause follows."""
 
     def pause_s(self) -> float | None:
         """How long to wait before the next attempt; None if there is to be none."""
-        pause_s = self._next_s * random.uniform(0.5, 1.0)
+        growing_s = pause_after_s(self._failures, first_s=self._first_s, longest_s=self._longest_s)
+        pause_s = growing_s * random.uniform(0.5, 1.0)
         if self._retries_left is not None and self._retries_left <= 0:
             return None
         if self._deadline_s is not None and time.monotonic() + pause_s > self._deadline_s:
             return None
         if self._retries_left is not None:
             self._retries_left -= 1
-        self._next_s = min(self._longest_s, max(self._first_s, 2 * self._next_s))
+        self._failures += 1
         return pause_s
 
     def worked(self) -> None:
         """The last attempt went well for a while: the next is due at once, and then the first pause."""
-        self._next_s = 0.0
+        self._failures = 0

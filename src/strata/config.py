@@ -8,7 +8,6 @@ its user names (`read_env_file`) counts in full.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import tomllib
@@ -21,7 +20,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 from strata.core.text import counted
 from strata.environment import SAFE, refused_in_dotenv
 from strata.errors import StrataError
-from strata.validation import Schema, check, nearest
+from strata.validation import Schema, check, closest, nearest
 
 T = TypeVar("T")
 
@@ -175,11 +174,11 @@ def read_section(file: Path, section: str, problems: list[str]) -> dict[str, Any
     else:
         part = document.get(section, {})
         for name in (name for name in document if name not in TABLES):
-            near = difflib.get_close_matches(name, TABLES, n=1, cutoff=0.8)
+            near = closest(name, TABLES, likeness=0.8)
             if not isinstance(document[name], dict):
                 problems.append(f"{name} in {file} is outside a table; put it below [{TABLES[0]}]")
-            elif near:
-                problems.append(f"[{name}] in {file} is not a known table; did you mean [{near[0]}]?")
+            elif near is not None:
+                problems.append(f"[{name}] in {file} is not a known table; did you mean [{near}]?")
             elif section == TABLES[0]:  # Of another program that shares the file, perhaps.
                 log.warning("[%s] in %s changes nothing; known tables: [%s]", name, file, "], [".join(TABLES))
         if isinstance(part, dict):

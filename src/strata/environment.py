@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+
+from strata.validation import closest
 
 OURS = ("STRATA_", "COORDINATOR_", "CHECKPOINT_", "RDZV_")
 """A variable that starts so was meant for us."""
@@ -209,9 +210,9 @@ def unread(environ: Mapping[str, str] | None = None) -> list[str]:
             continue
         near = OTHER_NAMES.get(name)
         if near is None and name.startswith(OURS):
-            near = next(iter(get_close_matches(name, KNOWN, n=1)), "")
+            near = closest(name, KNOWN) or ""
         elif near is None:  # May be anybody's: named where a letter or an underscore is wrong.
-            near = next(iter(get_close_matches(name, KNOWN, n=1, cutoff=0.93)), None)
+            near = closest(name, KNOWN, likeness=0.93)
         if near is not None:
             meant = f" (did you mean {near}?)" if near else ""
             found.append(f"the environment variable {name} changes nothing{meant}")

@@ -122,12 +122,18 @@ def filled(schema: Schema, value: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def closest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The known name that was probably meant."""
+    # Comparing takes the square of the length.
+    return next(iter(difflib.get_close_matches(name[:200], known, n=1, cutoff=likeness)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not known."""
     names = list(known)
-    near = difflib.get_close_matches(name[:200], names, n=1)
-    if near:
-        return f"did you mean '{near[0]}'?"
+    near = closest(name, names)
+    if near is not None:
+        return f"did you mean '{near}'?"
     return f"known are {', '.join(sorted(names))}" if names else "there are none"
 
 

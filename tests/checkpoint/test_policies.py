@@ -375,8 +375,10 @@ def test_policies_are_checked() -> None:
         Policy(on_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="when_full"):
         Policy(when_full="drop")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="retries"):
         Policy(retries=-1)
+    with pytest.raises(ValueError, match="retry_delay_s"):
+        Policy(retry_delay_s=-1.0)
 
 
 def test_a_slow_far_tier_keeps_no_image_from_the_next_save(tmp_path: Path, memory: Memory) -> None:

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.core.messages import JobId, WorkerId
-from strata.core.telemetry.stragglers import REPORTS, Change, Pace, Stragglers, _median_without
+from strata.core.telemetry.stragglers import REPORTS, Change, StepTime, Stragglers, _median_without
 
 JOB = JobId("job")
 
 
 def report(judge: Stragglers, step: int, **own_s: float) -> list[Change]:
-    paces = [Pace(worker_id=WorkerId(name), step=step, own_s=seconds) for name, seconds in own_s.items()]
-    return judge.judge(JOB, paces)
+    times = [StepTime(worker_id=WorkerId(name), step=step, own_s=seconds) for name, seconds in own_s.items()]
+    return judge.judge(JOB, times)
 
 
 def test_slow_rank_is_named_after_several_reports_and_taken_back_after_as_many() -> None:
@@ -52,11 +52,11 @@ def test_everyone_slow_alike_or_by_a_hair_is_nobody_slow() -> None:
     judge = Stragglers()
     for step in range(20):
         assert report(judge, step, a=2.0, b=2.1, c=2.3) == []
-        assert judge.judge(JobId("quick"), [pace(n, step, 0.0002 * n) for n in range(1, 9)]) == []
+        assert judge.judge(JobId("quick"), [step_time(n, step, 0.0002 * n) for n in range(1, 9)]) == []
 
 
-def pace(number: int, step: int, own_s: float) -> Pace:
-    return Pace(worker_id=WorkerId(f"w{number}"), step=step, own_s=own_s)
+def step_time(number: int, step: int, own_s: float) -> StepTime:
+    return StepTime(worker_id=WorkerId(f"w{number}"), step=step, own_s=own_s)
 
 
 def test_who_leaves_or_is_alone_is_not_slow_any_more() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from strata.coordinator import database_writer
 from strata.coordinator.logs import archive as log_archive
 from strata.coordinator.logs.archive import LogArchive, LogFilter, SearchTooLong
 from strata.coordinator.logs.store import BURST_S, FLEET_LINES_PER_SECOND, LINES_PER_SECOND, LogStore, Missed
@@ -207,7 +208,7 @@ async def test_entries_survive_the_process_and_numbers_continue(tmp_path: Path) 
 
 
 async def test_archive_is_bounded_by_size_and_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_archive, "TIDY_EVERY_S", 0.0)
+    monkeypatch.setattr(database_writer, "TIDY_EVERY_S", 0.0)
     monkeypatch.setattr(log_archive, "DROP_AT_A_TIME", 500)
     archive = opened(tmp_path, limit_mb=1.0)
     store = LogStore(archive, entries_kept=10)

@@ -497,7 +497,15 @@ def test_several_loaders_are_an_error_before_the_first_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"save_every": 0}, {"snapshot_every": -1}, {"keep_count": 0}, {"on_error": "ignore"}]
+    "options",
+    [
+        {"save_every": 0},
+        {"snapshot_every": -1},
+        {"keep_count": 0},
+        {"on_error": "ignore"},
+        {"retries": 1.5},
+        {"retry_delay_s": -1.0},
+    ],
 )
 def test_options_are_checked_when_they_are_created(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.data import TensorDataset
 
 import strata
+from strata.checkpoint.catalog.naming import MODEL, OPTIMIZER
 from strata.checkpoint.dcp import StrataStorageReader
 from strata.checkpoint.errors import StateMismatch, UnsupportedState
 from strata.checkpoint.export import export
@@ -34,7 +35,7 @@ from strata.stores import open_store
 from strata.stores.faulty import FaultyStore, Operation
 from strata.training import ElasticJob, ElasticOptions
 from strata.training.shards import ShardedState
-from strata.training.state import MODEL, OPTIMIZER, TrainingState
+from strata.training.state import TrainingState
 from tests.training.loops import Crash, steps_in
 from tests.training.shard_script import Block, Ema, full
 

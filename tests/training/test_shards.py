@@ -24,12 +24,12 @@ from torch._C._distributed_c10d import TCPStore
 import strata
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest
+from strata.checkpoint.catalog.naming import MODEL
 from strata.checkpoint.copying.staging import MARK_NAME
 from strata.checkpoint.export import export
 from strata.checkpoint.image.layout import FILE_NAME
 from strata.checkpoint.importing import adopt
 from strata.stores import open_store
-from strata.training.state import MODEL
 from tests.support import eventually
 from tests.support_forks import ForkedProcess
 from tests.support_ranks import RANKS

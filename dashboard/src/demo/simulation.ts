@@ -362,7 +362,7 @@ export class Simulation {
       ...this.incidents,
     ].slice(0, 50);
     const { id, fingerprint, decision, reason, failure_class, subject } = this.incidents[0]!;
-    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: `${JOB}: ${what} (${failure_class}); it is restarted: ${reason}` });
+    this.publish("incident_reported", { incident_id: id, job_id: JOB, launch: "", subject, failure_class, fingerprint, failures: 1, what, decision, reason, at_s: this.now, rank, host: worker.ip, pid, gpu: failure.gpu, severity: "error", text: `${JOB}: ${what} (${failure_class}); restarting: ${reason}` });
   }
 
   private closeIncident(recovery: Recovery): void {

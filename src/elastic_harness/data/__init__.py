@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from strata.lazy_names import lazy_names
 
 # Loaded on first use: building an index needs no torch, and `python -m …index_builder` must come first.
 _HOMES = {
-    "IndexBuilder": "index_builder",
-    "IndexEntry": "index_builder",
-    "IndexHeader": "index_builder",
-    "TokenIndexFile": "index_builder",
-    "DatasetState": "resumable_dataset",
-    "ResumableDataset": "resumable_dataset",
-    "create_dataloader": "resumable_dataset",
+    "IndexBuilder": ".index_builder",
+    "IndexEntry": ".index_builder",
+    "IndexHeader": ".index_builder",
+    "TokenIndexFile": ".index_builder",
+    "DatasetState": ".resumable_dataset",
+    "ResumableDataset": ".resumable_dataset",
+    "create_dataloader": ".resumable_dataset",
 }
 
 __all__ = [
@@ -25,14 +26,7 @@ __all__ = [
     "TokenIndexFile",
     "create_dataloader",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:
     from elastic_harness.data.index_builder import IndexBuilder as IndexBuilder

@@ -17,49 +17,37 @@ Names load on first use; only states need torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from strata.lazy_names import lazy_names
 
 _HOMES = {
-    "AsyncCheckpointWriter": "writer",
-    "Author": "manager",
-    "CheckpointInfo": "events",
-    "CheckpointManager": "manager",
-    "Manifest": "catalog.manifest",
-    "Memory": "manager",
-    "Observer": "events",
-    "Policy": "pipeline",
-    "Restored": "restore",
-    "SaveHandle": "events",
-    "Started": "events",
-    "CheckpointError": "errors",
-    "CheckpointNotFound": "errors",
-    "Damaged": "errors",
-    "InvalidSave": "errors",
-    "LoadFailed": "errors",
-    "ManagerClosed": "errors",
-    "MemoryLimitExceeded": "errors",
-    "SaveFailed": "errors",
-    "SaveSkipped": "errors",
-    "StateMismatch": "errors",
-    "UnsupportedState": "errors",
+    "AsyncCheckpointWriter": ".writer",
+    "Author": ".manager",
+    "CheckpointInfo": ".events",
+    "CheckpointManager": ".manager",
+    "Manifest": ".catalog.manifest",
+    "Memory": ".manager",
+    "Observer": ".events",
+    "Policy": ".pipeline",
+    "Restored": ".restore",
+    "SaveHandle": ".events",
+    "Started": ".events",
+    "CheckpointError": ".errors",
+    "CheckpointNotFound": ".errors",
+    "Damaged": ".errors",
+    "InvalidSave": ".errors",
+    "LoadFailed": ".errors",
+    "ManagerClosed": ".errors",
+    "MemoryLimitExceeded": ".errors",
+    "SaveFailed": ".errors",
+    "SaveSkipped": ".errors",
+    "StateMismatch": ".errors",
+    "UnsupportedState": ".errors",
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'strata.checkpoint' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"strata.checkpoint.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
-
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:
     from strata.checkpoint.catalog.manifest import Manifest as Manifest

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import BYTES, SHARDED
-from strata.checkpoint.catalog.naming import manifest_key
+from strata.checkpoint.catalog.naming import MODEL, manifest_key
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, LoadFailed
 from strata.checkpoint.image.plain import SUFFIX, check_unsigned
 from strata.errors import MissingDependency
@@ -33,7 +33,7 @@ PT, SAFETENSORS, HF, DCP = "pt", "safetensors", "hf", "dcp"
 FORMATS = (PT, SAFETENSORS, HF, DCP)
 FOLDERS = (HF, DCP)
 MAX_SHARD_BYTES = 5_000_000_000  # As Hugging Face's libraries have it.
-MODEL_KEYS = ("model_state_dict", "model", "state_dict")
+MODEL_KEYS = (MODEL, "model", "state_dict")
 _BY_ENDING = {".pt": PT, ".pth": PT, ".safetensors": SAFETENSORS}
 
 

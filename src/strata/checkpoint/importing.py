@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from strata.checkpoint.catalog.lineage import place_next
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import SHARDED, SUFFIX, Manifest
-from strata.checkpoint.catalog.naming import new_id
+from strata.checkpoint.catalog.naming import MODEL, OPTIMIZER, SCHEDULER, new_id
 from strata.checkpoint.catalog.publish import commit
 from strata.checkpoint.catalog.runs import read_record
 from strata.checkpoint.errors import CheckpointError, Damaged, LoadFailed, SaveFailed
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from strata.checkpoint.formats.reading import Folder
     from strata.checkpoint.sharded.parts import PartWriter
 
-MODEL, OPTIMIZER, SCHEDULER = "model_state_dict", "optimizer_state_dict", "lr_scheduler_state_dict"
 _MODELS = ("state_dict", "model", "module", "model_state", "net", "weights")
 _OPTIMIZERS = (OPTIMIZER, "optimizer", "optim", "optimizer_states")
 _SCHEDULERS = (SCHEDULER, "lr_scheduler", "scheduler", "scheduler_state_dict", "lr_schedulers")

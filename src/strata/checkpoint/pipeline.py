@@ -128,11 +128,14 @@ _IDLE_S = 10.0
 """A thread that has had nothing to do for so long ends; the next save starts another."""
 
 
+OnError = Literal["warn", "fail", "retry"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What happens when a save cannot go as planned."""
 
-    on_error: Literal["warn", "fail", "retry"] = "fail"
+    on_error: OnError = "fail"
     """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: try again first, then as `fail`."""
     retries: int = 3
     retry_delay_s: float = 5.0
@@ -145,8 +148,10 @@ class Policy:
             raise ValueError(f"on_error ({self.on_error!r}) must be 'warn', 'fail' or 'retry'")
         if self.when_full not in ("wait", "skip"):
             raise ValueError(f"when_full ({self.when_full!r}) must be 'wait' or 'skip'")
-        if self.retries < 0 or self.retry_delay_s < 0:
-            raise ValueError("retries and retry_delay_s must not be negative")
+        if type(self.retries) is not int or self.retries < 0:
+            raise ValueError(f"retries ({self.retries!r}) must be a whole number of at least 0")
+        if not self.retry_delay_s >= 0:
+            raise ValueError(f"retry_delay_s ({self.retry_delay_s!r}) must not be negative")
 
 
 class Payload(Protocol):

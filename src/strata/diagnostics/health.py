@@ -25,6 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from strata.rendezvous.evidence import DRIVER, device_faults
+
 GROUP = "strata.health_checks"
 """Of entry points."""
 LIMIT_S = 3.0
@@ -46,7 +48,6 @@ DISK_BYTES = 8 << 20
 FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
 """Of the device itself; most others are what a program did."""
 XID_WITHIN_S = 3600.0
-DRIVER = "/proc/driver/nvidia/version"
 UNHURRIED = frozenset({"memory", "shared memory", "clock", "processor", "disk", "loopback"})
 """What takes long on a machine that does other things too."""
 PATTERNS = (0x5555555555555555, -0x5555555555555556)
@@ -463,8 +464,6 @@ def check_nvml(found: Findings, nvml: Any = None) -> None:
 def fatal_xids(since_mono_s: float, *, lines: Iterator[str] | None = None) -> list[str]:
     """What the kernel has logged of devices, as far as it is the device's fault."""
     import re
-
-    from strata.rendezvous.evidence import device_faults
 
     said = device_faults(since_mono_s) if lines is None else tuple(lines)
     found = []

@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult
 
 from strata.core.faults.failures import LINES_KEPT, Failure, WorkerError, first_failing
 from strata.core.faults.restarts import Restarts, Verdict
+from strata.launch.entry import SUPERVISOR_VARIABLE
 from strata.rendezvous import run_policy
 from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
 from strata.rendezvous.frames import read_report
@@ -28,7 +29,6 @@ from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 
-SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As `strata.launch.entry` has it, which needs no torch.
 LOOK_S = 1.0
 OUT_OF_RESTARTS = "there are no restarts left"
 

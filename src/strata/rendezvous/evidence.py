@@ -23,6 +23,7 @@ from strata.sockets import connect_to_path
 OOM_SAMPLES = 4
 KERNEL_LOG = "/dev/kmsg"
 DRIVER = "/proc/driver/nvidia/version"
+"""It is there where NVIDIA's driver is."""
 XIDS_KEPT = 20
 _XID = re.compile(r"NVRM: Xid|NVRM: GPU .* fallen off|uncorrectable ECC", re.IGNORECASE)
 _RECORD_BYTES = 8192

@@ -55,6 +55,7 @@ from strata.core.fleet.multiplexer import (
     WorkerOpened,
     WorkerSaid,
 )
+from strata.core.pauses import Pace
 from strata.core.types import WorkerId
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
@@ -204,7 +205,7 @@ class SessionRelay:
 
     @staticmethod
     async def _read(reader: asyncio.StreamReader, upstream: Upstream, connection: int) -> None:
-        since_s, count = time.monotonic(), 0
+        pace, count = Pace(), 0
         while (data := await read_frame(reader)) is not None:
             stimulus = _stimulus(connection, pb.WorkerMessage.FromString(data))
             if isinstance(stimulus, WorkerSaid):
@@ -213,10 +214,8 @@ class SessionRelay:
                 upstream.feed(stimulus)
             count += 1
             if count >= MESSAGES_PER_SECOND:
-                pause_s = since_s + count / MESSAGES_PER_SECOND - time.monotonic()
-                if pause_s > 0:
-                    await asyncio.sleep(pause_s)
-                since_s, count = time.monotonic(), 0
+                await asyncio.sleep(pace.take(count / MESSAGES_PER_SECOND, time.monotonic()))
+                count = 0
 
 
 def _stimulus(connection: int, message: pb.WorkerMessage) -> Stimulus | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from strata.rendezvous import RENDEZVOUS_BACKENDS
 from strata.trainer.errors import ConfigurationError
 from strata.trainer.scaling import ROUNDING_MODES, STRATEGIES, ScalingRule, unknown_strategy
-from strata.validation import Schema, Violation, violations
+from strata.validation import Schema, Violation, closest, violations
 
 
 class Finding(str):
@@ -653,8 +652,8 @@ def _unknown(section: object, key: object = None) -> str:
 
 def _nearest(name: object, known: Mapping[str, Any], other_names: Mapping[str, str]) -> str:
     lowered = str(name).lower().replace("-", "_")
-    matches = [other_names[lowered]] if lowered in other_names else get_close_matches(lowered, known, n=1)
-    return f" (did you mean '{matches[0]}'?)" if matches else f"; known are {', '.join(known)}"
+    meant = other_names.get(lowered) or closest(lowered, known)
+    return f" (did you mean '{meant}'?)" if meant else f"; known are {', '.join(known)}"
 
 
 def _type_name(value: Any) -> str:

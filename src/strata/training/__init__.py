@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from strata.errors import require_linux
+from strata.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from strata.training.trace import Tracer as Tracer
 
 _HOMES = {
-    "ElasticJob": "job",
-    "ElasticOptions": "job",
-    "Preempted": "job",
-    "Recovery": "trace",
-    "Tracer": "trace",
+    "ElasticJob": ".job",
+    "ElasticOptions": ".job",
+    "Preempted": ".job",
+    "Recovery": ".trace",
+    "Tracer": ".trace",
 }
 
 __all__ = sorted([*_HOMES, "elastic"])
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def elastic(
@@ -117,10 +118,3 @@ def elastic(
         data_format=data_format,
         data_metadata=data_metadata,
     )
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'strata.training' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"strata.training.{home}"), name)

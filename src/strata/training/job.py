@@ -59,6 +59,7 @@ from strata.checkpoint.image.in_place import load_mapped
 from strata.checkpoint.image.layout import Prepared
 from strata.checkpoint.peers.link import PeerLink
 from strata.checkpoint.peers.wire import PeerError, parse_rate
+from strata.checkpoint.pipeline import OnError
 from strata.checkpoint.sharded.plan import Marked
 from strata.core.faults.failures import EXIT_AGAIN, Failure, WorkerError
 from strata.core.jobs.handover import Outcome, choose_save
@@ -84,6 +85,7 @@ from strata.core.jobs.live import Complete, judge
 from strata.core.jobs.peers import PEER
 from strata.core.jobs.replicas import Odd, Undecided
 from strata.core.jobs.roster import Changes, Entrant, Roster, enter
+from strata.core.pauses import FIRST_DELAY_S, LONGEST_DELAY_S
 from strata.core.telemetry.run_details import packed
 from strata.core.text import counted
 from strata.core.types import CheckpointId
@@ -142,8 +144,6 @@ from strata.training.watchdog import Watchdog
 from strata.worker.outbox import MetricOutbox
 
 log = logging.getLogger("strata.training")
-
-OnError = Literal["warn", "fail", "retry"]
 
 AGREE_EVERY_S = 0.5
 AWAIT_S = 2.0
@@ -214,25 +214,33 @@ class ElasticOptions:
             ("save_every", 1),
             ("snapshot_every", 0),
             ("keep_count", 1),
-            ("retries", 0),
             ("compare_every", 0),
         ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} ({value!r}) must be a whole number of at least {least}")
-        for name in ("retry_delay_s", "unreachable_timeout_s", "preemption_deadline_s", "hang_timeout_s"):
+        for name in ("unreachable_timeout_s", "preemption_deadline_s", "hang_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must not be negative")
         try:
             parse_rate(self.peer_rate)
         except ValueError as error:
             raise ValueError(f"peer_rate: {error}") from None
-        if self.on_error not in ("warn", "fail", "retry"):
-            raise ValueError(f"on_error ({self.on_error!r}) must be 'warn', 'fail' or 'retry'")
+        _policy(self)
         if self.hang_policy not in ("warn", "restart"):
             raise ValueError(f"hang_policy ({self.hang_policy!r}) must be 'warn' or 'restart'")
         if self.commit_on not in ("optimizer_step", "batch"):
             raise ValueError(f"commit_on ({self.commit_on!r}) must be 'optimizer_step' or 'batch'")
+
+
+def _policy(options: ElasticOptions) -> Policy:
+    """Raises `ValueError` where the options make none."""
+    return Policy(
+        on_error=options.on_error,
+        retries=options.retries,
+        retry_delay_s=options.retry_delay_s,
+        when_full="skip",  # A slow disk costs a snapshot, with a reason, and never a step.
+    )
 
 
 class Preempted(SystemExit):
@@ -664,7 +672,9 @@ class ElasticJob:
 
     def _patiently(self, attempt: Callable[[], Any]) -> Any:
         """Ask a destination that does not answer again, for as long as the options allow."""
-        backoff = Backoff(first_s=0.5, longest_s=8.0, budget_s=self.options.unreachable_timeout_s)
+        backoff = Backoff(
+            first_s=FIRST_DELAY_S, longest_s=LONGEST_DELAY_S, budget_s=self.options.unreachable_timeout_s
+        )
         while True:
             try:
                 return attempt()
@@ -792,12 +802,7 @@ class ElasticJob:
                 launch=self._launch,
                 record=self._upload_record(opened),
             ),
-            policy=Policy(
-                on_error=options.on_error,
-                retries=options.retries,
-                retry_delay_s=options.retry_delay_s,
-                when_full="skip",  # A slow disk costs a snapshot, with a reason, and never a step.
-            ),
+            policy=_policy(options),
             author=Author(
                 worker=f"{self.name}-rank{self.rank}",
                 world_size=self.world_size,

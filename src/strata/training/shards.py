@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from strata.checkpoint.catalog.naming import MODEL, OPTIMIZER, SCHEDULER
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.image.nested import PLAIN, leaves
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
 from strata.training import rng
-from strata.training.state import EXTRA, MODEL, OPTIMIZER, SCHEDULER, TrainingState, unwrap
+from strata.training.state import EXTRA, TrainingState, unwrap
 
 RNG = "rng_states"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})

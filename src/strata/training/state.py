@@ -20,18 +20,14 @@ from typing import Any, Protocol
 
 import torch
 
+from strata.checkpoint.catalog.naming import MODEL, OPTIMIZER, SCHEDULER
 from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.image.nested import Path, leaves, mapped
 from strata.checkpoint.image.pickling import TensorRecipe
 from strata.torch_compat.modules import is_plain_module, is_plain_optimizer
 from strata.training import rng
 
-MODEL, OPTIMIZER, SCHEDULER, EXTRA = (
-    "model_state_dict",
-    "optimizer_state_dict",
-    "lr_scheduler_state_dict",
-    "extra",
-)
+EXTRA = "extra"
 
 
 class Stateful(Protocol):

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from strata.checkpoint.catalog import signing
-from strata.checkpoint.catalog.manifest import SUFFIX, CheckpointId, Manifest, decode
+from strata.checkpoint.catalog.manifest import SUFFIX, CheckpointId, Manifest, Part, decode
 from strata.checkpoint.errors import Damaged, Untrusted
 from strata.stores.protocol import NotFound, Store
 
@@ -81,3 +81,15 @@ def where(store: Store, key: str) -> str:
     """A key as a user would write it: a path on disk, or a URL."""
     path_of = getattr(store, "path_of", None)
     return str(path_of(key)) if path_of is not None else f"{store.url.rstrip('/')}/{key}"
+
+
+def check_part(store: Store, part: Part, *, called: str = "part") -> None:
+    """Raises `Damaged` for a part that is missing or has another size."""
+    blob = store.stat(part.key)
+    if blob is None:
+        raise Damaged(path=where(store, part.key), reason=f"the {called} is missing")
+    if blob.size_bytes != part.size_bytes:
+        raise Damaged(
+            path=where(store, part.key),
+            reason=f"the {called} has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
+        )

@@ -1,4 +1,4 @@
-"""How the objects of a checkpoint are called in a store.
+"""How the objects of a checkpoint are called in a store, and the parts of a training state in it.
 
 A checkpoint is a payload `<stem>.pt` (or `.bin`, where the caller gave bytes) and, beside it, `<stem>.manifest.json`. A
 stem strategy turns step and checkpoint id into the stem. The default is unique for every save, so two writers
@@ -16,6 +16,7 @@ from typing import TypeAlias
 from strata.checkpoint.catalog.manifest import BYTES, SUFFIX, CheckpointId
 from strata.processes import Process, this_process
 
+MODEL, OPTIMIZER, SCHEDULER = "model_state_dict", "optimizer_state_dict", "lr_scheduler_state_dict"
 NAMED = "named"
 """In the metadata of a checkpoint whose name somebody has chosen: retention leaves it alone."""
 

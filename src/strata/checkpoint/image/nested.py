@@ -3,9 +3,10 @@
 A node's path is the tuple of keys and positions that leads to it, in the order of the containers. `leaf` names types that are
 leaves although they are tuples. A state that contains itself ends: a container is never entered from within itself.
 
-Two walks do not go through here, both of the training thread at every save: `strata.checkpoint.image.state.scan`, which takes a
+Three walks do not go through here, all of the training thread. At every save: `strata.checkpoint.image.state.scan`, which takes a
 quarter of the time, because it looks at the types of a container's nodes instead of at each node; and that of
-`strata.training.shards.Locals`, which keeps what it found of a part that is still the same.
+`strata.training.shards.Locals`, which keeps what it found of a part that is still the same. At every step: the outline of
+`strata.training.live`, which enters objects by their attributes, and is given up where they are nested too deep.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from strata.checkpoint.catalog.listing import where
+from strata.checkpoint.catalog.listing import check_part, where
 from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import damaged_chunks
 from strata.checkpoint.errors import Damaged, LoadFailed
@@ -63,7 +63,7 @@ class Held:
 @contextlib.contextmanager
 def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> Iterator[Held]:
     """One payload of a checkpoint, verified. Raises `Damaged` or the store's error."""
-    _check_size(store, part)
+    check_part(store, part, called="payload")
     held = Held(part.size_bytes)
     try:
         with held.view as view:
@@ -75,7 +75,7 @@ def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | No
 
 def fetch_bytes(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> bytes:
     """`fetched`, as bytes that nobody has had to copy."""
-    _check_size(store, part)
+    check_part(store, part, called="payload")
     data = _new_bytes(None, part.size_bytes)
     # Nobody else knows these bytes yet, so they may still be written to, as any C code does that makes some.
     place = (ctypes.c_char * part.size_bytes).from_address(_address_of(data))
@@ -90,17 +90,6 @@ _new_bytes: Callable[[None, int], bytes] = ctypes.PYFUNCTYPE(
 _address_of: Callable[[bytes], int] = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
     ("PyBytes_AsString", ctypes.pythonapi)
 )
-
-
-def _check_size(store: Store, part: Part) -> None:
-    path = where(store, part.key)
-    blob = store.stat(part.key)
-    if blob is None:
-        raise Damaged(path=path, reason="the payload is missing")
-    if blob.size_bytes != part.size_bytes:
-        raise Damaged(
-            path=path, reason=f"the payload has {blob.size_bytes} bytes, its manifest says {part.size_bytes}"
-        )
 
 
 def _fetch(store: Store, part: Part, manifest: Manifest, view: memoryview, pool: Executor | None) -> None:

@@ -25,6 +25,7 @@ from strata.checkpoint.peers import wire
 from strata.checkpoint.peers.roster import Roster
 from strata.checkpoint.peers.wire import PeerError
 from strata.core.jobs.peers import Peer, targets
+from strata.core.pauses import Pace, pause_after_s
 
 log = logging.getLogger("strata.peers")
 
@@ -35,6 +36,8 @@ SEND_S = 60.0
 PATIENCE_S = 20.0
 """So long a snapshot counts as being sent: afterwards nobody waits for it."""
 PIECE_BYTES = 4 << 20
+BURST_S = 0.1
+"""So many seconds' worth of the rate are sent at once."""
 OVERTAKEN = 3
 """So many snapshots in a row that were not sent in time are worth a word."""
 
@@ -57,24 +60,6 @@ class Image:
     """A second; 0 for no limit."""
 
 
-class Pace:
-    """So many bytes a second, with a tenth of a second's worth at once."""
-
-    def __init__(self, rate_bytes: int) -> None:
-        self._rate = rate_bytes
-        self._ahead_s = 0.0
-        self._last_s = time.monotonic()
-
-    def pause_s(self, sent_bytes: int) -> float:
-        """How long to wait after these."""
-        if not self._rate:
-            return 0.0
-        now_s = time.monotonic()
-        self._ahead_s = max(0.0, self._ahead_s - (now_s - self._last_s)) + sent_bytes / self._rate
-        self._last_s = now_s
-        return max(0.0, self._ahead_s - 0.1)
-
-
 class Sender:
     """One thread for all images of this machine."""
 
@@ -92,8 +77,8 @@ class Sender:
         self._copied: dict[str, int] = {}
         """The newest step of a slot that another machine has."""
         self._connections: dict[str, socket.socket] = {}
-        self._left_out: dict[str, tuple[float, float]] = {}
-        """Until when a machine is not asked, and how long that was."""
+        self._left_out: dict[str, tuple[float, int]] = {}
+        """Until when a machine is not asked, and how often in a row it has not answered."""
         self._said: dict[str, str] = {}
         self._closing = threading.Event()
         self.sent: deque[tuple[Image, Peer, int, float]] = deque(maxlen=64)
@@ -128,9 +113,9 @@ class Sender:
     def leave_out(self, peer: Peer, why: str) -> None:
         """It does not answer. Who waits for it does not wait any longer."""
         with self._changed:
-            _, before_s = self._left_out.get(peer.agent, (0.0, LEAVE_OUT_S / 2))
-            longer_s = min(2 * before_s, LONGEST_LEAVE_OUT_S)
-            self._left_out[peer.agent] = (time.monotonic() + longer_s, longer_s)
+            failures = self._left_out.get(peer.agent, (0.0, 0))[1] + 1
+            pause_s = pause_after_s(failures, first_s=LEAVE_OUT_S, longest_s=LONGEST_LEAVE_OUT_S)
+            self._left_out[peer.agent] = (time.monotonic() + pause_s, failures)
             connection = self._connections.get(peer.agent)
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -247,7 +232,7 @@ class Sender:
 
     def _is_left_out(self, peer: Peer) -> bool:
         with self._changed:
-            return time.monotonic() < self._left_out.get(peer.agent, (0.0, 0.0))[0]
+            return time.monotonic() < self._left_out.get(peer.agent, (0.0, 0))[0]
 
     def _connection(self, peer: Peer) -> socket.socket:
         known = self._connections.get(peer.agent)
@@ -307,7 +292,7 @@ class Sender:
         need: list[int],
         deadline_s: float,
     ) -> int:
-        part, sent_bytes, pace = manifest.parts[0], 0, Pace(image.rate_bytes)
+        part, sent_bytes, pace = manifest.parts[0], 0, Pace(BURST_S)
         with _gone_is_overtaken():
             opened = (image.folder / FILE_NAME).open("rb", buffering=0)
         with opened as file:
@@ -323,8 +308,8 @@ class Sender:
                         raise Overtaken  # The file has become shorter.
                     start += count
                     sent_bytes += count
-                    if (pause_s := pace.pause_s(count)) > 0:
-                        self._closing.wait(pause_s)
+                    if image.rate_bytes:
+                        self._closing.wait(pace.take(count / image.rate_bytes, time.monotonic()))
         return sent_bytes
 
     def _check(self, image: Image) -> None:

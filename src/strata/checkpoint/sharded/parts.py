@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.listing import Catalog, check_part, where
 from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.catalog.naming import new_id, writer_of
 from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, StreamingDigest, WindowBuffer
@@ -166,18 +166,6 @@ def check_parts(store: Store, parts: Sequence[Part]) -> None:
     with ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="strata-parts") as pool:
         for _ in pool.map(lambda part: check_part(store, part), parts):
             pass
-
-
-def check_part(store: Store, part: Part) -> None:
-    """Raises `Damaged` for a part that is missing or has another size."""
-    blob = store.stat(part.key)
-    if blob is None:
-        raise Damaged(path=where(store, part.key), reason="the part is missing")
-    if blob.size_bytes != part.size_bytes:
-        raise Damaged(
-            path=where(store, part.key),
-            reason=f"the part has {blob.size_bytes} bytes, its manifest says {part.size_bytes}",
-        )
 
 
 def check_chunks(

@@ -49,8 +49,9 @@ class Chunk(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The tensors and objects of a nested state. Mappings with keys that are no text, lists without tensors, and whatever is
-    empty are objects: what was saved comes back with all its keys."""
+    """The tensors and objects of a nested state. Mappings with keys that are no text, tuples, lists without tensors, and whatever
+    is empty are objects: what was saved comes back as it was. `formats.lazy.flatten` keeps less, for formats that are names and
+    tensors."""
 
     def inner(path: Path, value: Any) -> Iterable[tuple[str | int, Any]] | None:
         if isinstance(value, Mapping) and (value or not path) and all(isinstance(key, str) for key in value):

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import torch
 
-from strata.checkpoint.catalog.listing import Catalog, Entry, where
+from strata.checkpoint.catalog.listing import Catalog, Entry
 from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Manifest, TensorEntry
 from strata.checkpoint.catalog.publish import Admit, commit
 from strata.checkpoint.copying.digest import Digest
-from strata.checkpoint.errors import Damaged, PeerFailed
+from strata.checkpoint.errors import PeerFailed
 from strata.checkpoint.image.nested import PLAIN, mapped
 from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.listing import key_of
-from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, clean_up_own_parts, forget
+from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, check_parts, clean_up_own_parts, forget
 from strata.checkpoint.sharded.plan import ShardPlan, aligned, flattened
 from strata.stores.protocol import Store
 from strata.torch_compat.dtensors import group_store
@@ -309,14 +309,7 @@ class ShardPublisher:
         )
 
         def complete() -> Manifest:
-            for part in parts:
-                blob = store.stat(part.key)
-                if blob is None or blob.size_bytes != part.size_bytes:
-                    found = "is missing" if blob is None else f"has {blob.size_bytes} bytes"
-                    raise Damaged(
-                        path=where(store, part.key),
-                        reason=f"the part {found}, {part.size_bytes} bytes were written",
-                    )
+            check_parts(store, manifest.parts)
             return manifest
 
         entry = commit(store, draft.checkpoint_id, complete, at=key_of(draft), again=again, admit=admit)

@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from strata.checkpoint.catalog.lineage import place_next
-from strata.checkpoint.catalog.listing import Catalog, where
+from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import SHARDED, CheckpointId, Json, Manifest, plain_json
 from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.catalog.publish import commit
@@ -26,7 +25,6 @@ from strata.checkpoint.catalog.retention import remove_superseded
 from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import (
     CheckpointError,
-    Damaged,
     InvalidSave,
     LoadFailed,
     SaveFailed,
@@ -39,6 +37,7 @@ from strata.checkpoint.sharded.parts import (
     ALIGNMENT_BYTES,
     PartWriter,
     WrittenPart,
+    check_parts,
     clean_up_own_parts,
     forget,
     named_last,
@@ -185,7 +184,7 @@ class StrataStorageWriter(StorageWriter):
         )
 
         def complete() -> Manifest:
-            self._check_durable(parts)
+            check_parts(self._store, draft.parts)
             return place_next(self._lineage(), draft)
 
         with self._raised_as_save():
@@ -216,17 +215,6 @@ class StrataStorageWriter(StorageWriter):
             )
             for item, (offset_bytes, size_bytes) in places
         ]
-
-    def _check_durable(self, parts: list[WrittenPart]) -> None:
-        with ThreadPoolExecutor(min(16, len(parts)), thread_name_prefix="strata-parts") as pool:
-            blobs = list(pool.map(self._store.stat, [part.key for part in parts]))
-        for part, blob in zip(parts, blobs, strict=True):
-            if blob is None or blob.size_bytes != part.size_bytes:
-                found = "is missing" if blob is None else f"has {blob.size_bytes} bytes"
-                raise Damaged(
-                    path=where(self._store, part.key),
-                    reason=f"the part {found}, {part.size_bytes} bytes were written",
-                )
 
     def _lineage(self) -> Lineage:
         """What the new checkpoint continues. Raises `StaleGeneration` where it may not."""

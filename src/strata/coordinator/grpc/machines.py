@@ -35,6 +35,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.pauses import Pace
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.rpc import wire
@@ -164,7 +165,7 @@ class Machines:
         machine.close()
 
     async def read(self, machine: MachineSession, context: Context) -> None:
-        since_s, weight = time.monotonic(), 0
+        pace, weight = Pace(), 0
         while not machine.over:
             message = await next_message(context)
             if message is None:
@@ -173,10 +174,8 @@ class Machines:
             share = self._messages_per_second * max(1, len(machine.members))
             if weight >= share * self._burst_s:
                 # Back-pressure for a machine that sends more in a moment than its workers may.
-                pause_s = since_s + weight / share - time.monotonic()
-                if pause_s > 0:
-                    await asyncio.sleep(pause_s)
-                since_s, weight = time.monotonic(), 0
+                await asyncio.sleep(pace.take(weight / share, time.monotonic()))
+                weight = 0
 
     async def _take(self, machine: MachineSession, message: pb.WorkerMessage) -> int:
         match message.WhichOneof("body"):

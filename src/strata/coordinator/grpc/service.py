@@ -27,7 +27,7 @@ from strata.coordinator.leadership import Alone, Standing
 from strata.coordinator.logs.store import LogStore
 from strata.coordinator.metrics.instruments import CoordinatorMetrics
 from strata.coordinator.metrics.run_history import RunHistory
-from strata.coordinator.quotas import Pace
+from strata.coordinator.quotas import CallQuotas
 from strata.coordinator.tasks.secrets import TaskSecrets
 from strata.core import checks
 from strata.core.fleet.health import why_unfit
@@ -81,7 +81,7 @@ def _call(
 
     async def call(self: CoordinatorService, request: Request, context: Context) -> Answer:
         self.metrics.request(name)
-        if wait_s := self.pace.delay_s(context.peer(), time.monotonic()):
+        if wait_s := self.calls.delay_s(context.peer(), time.monotonic()):
             await asyncio.sleep(wait_s)
         caller: Principal | None = None
         try:
@@ -123,7 +123,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         standing: Standing | None = None,
     ) -> None:
         self.standing = standing or Alone()
-        self.pace = Pace()
+        self.calls = CallQuotas()
         self.engine = engine
         self.sessions = sessions
         self.logs = logs

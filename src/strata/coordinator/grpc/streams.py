@@ -40,6 +40,7 @@ from strata.core.messages import (
     Unknown,
     WorkerId,
 )
+from strata.core.pauses import Pace
 from strata.core.telemetry.loglines import LogLine
 from strata.core.telemetry.run_metrics import MetricBatch
 from strata.errors import StrataError
@@ -151,7 +152,7 @@ class Streams:
                 await context.write(message)
 
     async def _read(self, session: WorkerSession, context: Context) -> None:
-        since_s, weight = time.monotonic(), 0
+        pace, weight = Pace(), 0
         while not session.over:
             message = await next_message(context)
             if message is None:
@@ -164,10 +165,8 @@ class Streams:
                 raise
             if weight >= MESSAGES_PER_SECOND * BURST_S:
                 # Back-pressure for whoever sends more in a moment than may come in it.
-                pause_s = since_s + weight / MESSAGES_PER_SECOND - time.monotonic()
-                if pause_s > 0:
-                    await asyncio.sleep(pause_s)
-                since_s, weight = time.monotonic(), 0
+                await asyncio.sleep(pace.take(weight / MESSAGES_PER_SECOND, time.monotonic()))
+                weight = 0
 
     async def _take(self, session: WorkerSession, message: pb.WorkerMessage) -> int:
         """Handle one message; returns its weight in messages."""

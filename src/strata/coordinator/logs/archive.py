@@ -1,9 +1,8 @@
-"""The log on disk: one SQLite file with a writer thread of its own, bounded by size and by age.
+"""The log on disk: one SQLite file with a writer thread of its own (`database_writer`), bounded by size and by age.
 
 Whoever has entries hands them over and continues; they are on disk a moment later, and outlive a `kill -9` from then on.
 When more comes than the disk takes, entries are refused and counted, never waited for. Searches read on connections of
-their own, outside the interpreter's lock, and are ended when they take too long. A file that cannot be read is put
-aside and a new one started: the log is worth having, and nothing depends on it.
+their own, outside the interpreter's lock, and are ended when they take too long.
 
 Entries of other coordinators are taken in beside its own (`take_in`), under the numbers that they have there, and with them how far
 the stream they come from has been read: each of them once, whatever is killed when.
@@ -18,21 +17,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from strata.coordinator.journal.sqlite import open_or_put_aside, used_bytes
+from strata.coordinator.database_writer import DatabaseWriter
+from strata.coordinator.journal.sqlite import used_bytes
 from strata.core.telemetry.logtext import LEVELS
 from strata.core.telemetry.segments import Position
 from strata.core.views import LogView
 from strata.errors import StrataError
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.coordinator.logs")
 
 FLUSH_S = 0.25
 PENDING_LIMIT = 50_000
 """Entries that may wait for the disk."""
-TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 5_000
 SPARE = 0.05
 """Share of the limit that is freed when it is reached, so that not every line has to free space for itself."""
@@ -116,13 +117,18 @@ class _Import:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class LogArchive:
+class LogArchive(DatabaseWriter):
     def __init__(self, path: Path, *, limit_bytes: int, keep_s: float) -> None:
-        self.path = path
+        super().__init__(
+            path,
+            _SCHEMA,
+            what="the log",
+            gather_s=FLUSH_S,
+            patience_s=10.0,
+            outage=OutageLog(log, over="the log is written to disk again"),
+        )
         self.refused_total = 0
         """Entries that are not on disk, because it was too slow or failed."""
-        self.is_paused: Callable[[], bool] = lambda: False
-        """While it says so nothing is written: what space there is belongs to others."""
         self.on_stored: Callable[[Sequence[LogView]], None] = lambda entries: None
         """Called on the writer's thread with entries of its own that are on disk."""
         self._limit_bytes = limit_bytes
@@ -130,15 +136,7 @@ class LogArchive:
         self._imports: list[_Import] = []
         self._pending: list[LogView] = []
         self._notes: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        self._writing = False
-        self._hurry = False
-        self._closing = False
-        self._failing = False
-        self._next_tidy_s = 0.0
-        self._db = open_or_put_aside(path, _SCHEMA, what="the log")
         self.last_number: int = self._db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()[0]
-        self._thread = threading.Thread(target=self._write, name="log-archive", daemon=True)
         self._thread.start()
 
     # --- for the event loop, never waiting ------------------------------------------------------------------
@@ -224,50 +222,26 @@ class LogArchive:
             for number, at, level, source, task, worker, message in rows
         ]
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Whether everything handed over so far has been dealt with in time."""
-        with self._changed:
-            self._hurry = True
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._hurry and not self._writing, timeout_s)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(10)
-        with suppress(sqlite3.Error):
-            self._db.close()
-
     # --- the writer -----------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._hurry, FLUSH_S)
-                self._hurry = False
-                entries, self._pending = self._pending, []
-                notes, self._notes = self._notes, {}
-                imports, self._imports = self._imports, []
-                closing_now = self._closing
-                self._writing = True
-            try:
-                self._store(entries, notes)
-                for each in imports:
-                    self._store_import(each)
-            finally:
-                for each in imports:
-                    each.done.set()
-                with self._changed:
-                    self._writing = False
-                    self._changed.notify_all()
-            if closing_now:
-                return
+    def _collect(self) -> Callable[[], None]:
+        entries, self._pending = self._pending, []
+        notes, self._notes = self._notes, {}
+        imports, self._imports = self._imports, []
+        return partial(self._write, entries, notes, imports)
+
+    def _write(self, entries: list[LogView], notes: dict[str, bytes], imports: list[_Import]) -> None:
+        try:
+            self._store(entries, notes)
+            for each in imports:
+                self._store_import(each)
+        finally:
+            for each in imports:
+                each.done.set()
 
     def _store(self, entries: list[LogView], notes: dict[str, bytes]) -> None:
         try:
-            if self.is_paused():
-                raise sqlite3.OperationalError("the disk is full")
+            self._check_space()
             if entries or notes:
                 with self._db:
                     self._db.execute("BEGIN")
@@ -276,20 +250,13 @@ class LogArchive:
                     )
                     self._db.executemany("INSERT OR REPLACE INTO notes VALUES (?,?)", notes.items())
                 self.on_stored(entries)
-            now_s = time.monotonic()
-            if now_s >= self._next_tidy_s:
-                self._next_tidy_s = now_s + TIDY_EVERY_S
-                self._make_space()
-            if self._failing:
-                self._failing = False
-                log.info("the log is written to disk again")
+            self._tidy()
+            self._outage.ended()
         except sqlite3.Error as error:
             self.refused_total += len(entries)
-            if not self._failing:
-                self._failing = True
-                log.warning(
-                    "the log cannot be written to %s, lines are kept in memory only: %s", self.path, error
-                )
+            self._outage.start(
+                f"the log cannot be written to {self.path}, lines are kept in memory only: {error}"
+            )
 
     def _store_import(self, each: _Import) -> None:
         if self.is_paused():

@@ -12,10 +12,10 @@ place among the steps, however late.
 
 Values belong to one start of a run. Which of them are committed is decided by `core.telemetry.branches` when they are read.
 
-Whoever has a batch hands it over and continues. One thread writes; reading happens on other threads, each with a connection
-of its own and one consistent view of the file. Nothing is kept in memory beside batches that wait for the disk, of which
-there are a bounded number of bytes. Who reports what is for callers to say: a run is kept for each job that reports it, and
-those that are asked for are put together.
+Whoever has a batch hands it over and continues. One thread writes (`database_writer`); reading happens on other threads, each
+with a connection of its own and one consistent view of the file. Nothing is kept in memory beside batches that wait for the
+disk, of which there are a bounded number of bytes. Who reports what is for callers to say: a run is kept for each job that
+reports it, and those that are asked for are put together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +37,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from strata.coordinator.journal.sqlite import open_or_put_aside, used_bytes
+from strata.coordinator.database_writer import DatabaseWriter
+from strata.coordinator.journal.sqlite import used_bytes
 from strata.coordinator.metrics.columns import pack, unpack
 from strata.core.messages import Overloaded, Unknown
 from strata.core.telemetry.branches import Start, committed_until
@@ -54,6 +55,7 @@ from strata.core.telemetry.run_metrics import (
     StartView,
 )
 from strata.core.telemetry.segments import Position
+from strata.logs import OutageLog
 
 log = logging.getLogger("strata.coordinator.metrics")
 
@@ -70,7 +72,6 @@ NAMES_LIMIT = 2_000
 """Metrics of one start of a run; values of further ones are dropped and counted."""
 RUNS_OF_A_JOB = 500
 BRANCHES_SHOWN = 100
-TIDY_EVERY_S = 1.0
 DROP_AT_A_TIME = 200
 SPARE = 0.05
 """Share of the limit that is freed when it is reached."""
@@ -192,11 +193,16 @@ class _Series:
     last_step: int
 
 
-class RunHistory:
+class RunHistory(DatabaseWriter):
     def __init__(self, path: Path, *, limit_bytes: int) -> None:
-        self.path = path
-        self.is_paused: Callable[[], bool] = lambda: False
-        """While it says so nothing is written: what space there is belongs to others."""
+        super().__init__(
+            path,
+            _SCHEMA,
+            what="the history of metrics",
+            gather_s=GATHER_S,
+            patience_s=30.0,
+            outage=OutageLog(log, over="metrics of runs are written to disk again"),
+        )
         self.on_batches: Callable[[Sequence[KeptBatch]], None] = lambda batches: None
         """Called on the writer's thread with batches that are about to be kept, and are answered for after that. One may come again."""
         self.on_annotation: Callable[[Annotation], None] = lambda annotation: None
@@ -204,19 +210,11 @@ class RunHistory:
         self._waiting: list[_Waiting] = []
         self._waiting_bytes = 0
         self._imports: list[_Import] = []
-        self._changed = threading.Condition()
-        self._hurry = False
-        self._writing = False
-        self._closing = False
-        self._failing = False
-        self._next_tidy_mono_s = 0.0
-        self._db = open_or_put_aside(path, _SCHEMA, what="the history of metrics")
         self._tails: dict[int, tuple[int, int]] = {}
         """How many values and batches of each run are no columns yet; of runs that were written to of late."""
         self._read_tails()
         self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="run-history-reader")
         """Who reads for others does it here: so many at a time."""
-        self._thread = threading.Thread(target=self._write, name="run-history", daemon=True)
         self._thread.start()
 
     # --- for the event loop, never waiting ------------------------------------------------------------------
@@ -392,21 +390,9 @@ class RunHistory:
         rows = db.execute("SELECT job FROM runs WHERE run = ? ORDER BY touched", (run,))
         return [job for (job,) in rows]
 
-    def flush(self, timeout_s: float = 30.0) -> bool:
-        """Whether everything handed over so far has been dealt with in time."""
-        with self._changed:
-            self._hurry = True
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._hurry and not self._writing, timeout_s)
-
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(30)
+        super().close()
         self.readers.shutdown(cancel_futures=True)
-        with suppress(sqlite3.Error):
-            self._db.close()
 
     def used_bytes(self) -> int:
         """What the history takes; freed pages are used again before the file grows."""
@@ -423,34 +409,28 @@ class RunHistory:
 
     # --- the writer -----------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        while True:
-            with self._changed:
-                if self._changed.wait_for(
-                    lambda: self._closing or self._hurry or bool(self._waiting or self._imports), IDLE_S
-                ):
-                    self._changed.wait_for(lambda: self._closing or self._hurry, GATHER_S)
-                self._hurry = False
-                waiting, self._waiting = self._waiting, []
-                self._waiting_bytes = 0
-                imports, self._imports = self._imports, []
-                closing_now = self._closing
-                self._writing = True
-            try:
-                self._store(waiting, imports)
-            finally:
-                for each in imports:
-                    each.done.set()
-                with self._changed:
-                    self._writing = False
-                    self._changed.notify_all()
-            if closing_now:
-                return
+    def _gather(self) -> None:
+        if self._changed.wait_for(
+            lambda: self._closing or self._hurry or bool(self._waiting or self._imports), IDLE_S
+        ):
+            super()._gather()
+
+    def _collect(self) -> Callable[[], None]:
+        waiting, self._waiting = self._waiting, []
+        self._waiting_bytes = 0
+        imports, self._imports = self._imports, []
+        return partial(self._write, waiting, imports)
+
+    def _write(self, waiting: list[_Waiting], imports: list[_Import]) -> None:
+        try:
+            self._store(waiting, imports)
+        finally:
+            for each in imports:
+                each.done.set()
 
     def _store(self, waiting: list[_Waiting], imports: list[_Import]) -> None:
         try:
-            if self.is_paused():
-                raise sqlite3.OperationalError("the disk is full")
+            self._check_space()
             if waiting:
                 now_s = time.time()
                 self.on_batches(
@@ -469,22 +449,13 @@ class RunHistory:
                 if values >= TAIL_VALUES or rows >= TAIL_ROWS:
                     with _transaction(self._db):
                         self._settle(run)
-            now_mono_s = time.monotonic()
-            if now_mono_s >= self._next_tidy_mono_s:
-                self._next_tidy_mono_s = now_mono_s + TIDY_EVERY_S
-                self._make_space()
-            if self._failing:
-                self._failing = False
-                log.info("metrics of runs are written to disk again")
+            self._tidy()
+            self._outage.ended()
         except sqlite3.Error as error:
             self._read_tails()
-            if not self._failing:
-                self._failing = True
-                log.warning(
-                    "metrics of runs cannot be written to %s, workers keep them meanwhile: %s",
-                    self.path,
-                    error,
-                )
+            self._outage.start(
+                f"metrics of runs cannot be written to {self.path}, workers keep them meanwhile: {error}"
+            )
 
     def _take_in(self, imported: _Import) -> None:
         late: set[int] = set()

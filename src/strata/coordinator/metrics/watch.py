@@ -41,7 +41,7 @@ from strata.core.messages import (
 from strata.core.stream_events import publish_change
 from strata.core.telemetry.goodput import Goodput
 from strata.core.telemetry.run_metrics import DISK_FREE, DISK_TOTAL
-from strata.core.telemetry.stragglers import Change, Pace, Stragglers
+from strata.core.telemetry.stragglers import Change, StepTime, Stragglers
 
 log = logging.getLogger("strata.coordinator.watch")
 
@@ -139,7 +139,7 @@ class Watch:
         changes = [
             change
             for job, reports in by_job.items()
-            for change in self._stragglers.judge(job, _paces(reports))
+            for change in self._stragglers.judge(job, _step_times(reports))
         ]
         self._engine.observe(StragglersMarked(reasons=dict(self._stragglers.slow)))
         for change in changes:
@@ -274,10 +274,10 @@ class Watch:
                 self._last = {JobId(each.id): each for each in known}
 
 
-def _paces(reports: Iterable[tuple[WorkerId, Report]]) -> list[Pace]:
+def _step_times(reports: Iterable[tuple[WorkerId, Report]]) -> list[StepTime]:
     """Of ranks that make steps and know how long they wait for each other."""
     return [
-        Pace(
+        StepTime(
             worker_id=worker_id,
             step=report.step,
             own_s=max(0.0, report.metrics["step_time_s"] - report.metrics["sync_wait_s"]),

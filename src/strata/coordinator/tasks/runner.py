@@ -34,6 +34,7 @@ from strata.core.messages import (
     TaskCreated,
     TaskId,
 )
+from strata.core.pauses import pause_after_s
 from strata.core.telemetry.loglines import LineAssembler, LogLine
 from strata.core.telemetry.logtext import Tidy
 from strata.errors import StrataError
@@ -347,7 +348,8 @@ class TaskRunner:
         conceal = self._conceal.pop(f"{task_id}-{attempt}", _conceal_nothing)
         cause = _tidied(cause, conceal) if cause is not None else None
         if cause is not None and task is not None:
-            wait_s = min(RETRY_MOST_S, RETRY_FIRST_S * 2**task.failures)
+            failures = task.failures + 1  # With this one, which is not durable yet.
+            wait_s = pause_after_s(failures, first_s=RETRY_FIRST_S, longest_s=RETRY_MOST_S)
             self._retry_mono_s[task_id] = time.monotonic() + wait_s
             details = f"\n{cause.traceback}" if cause.traceback else ""
             self._say(task_id, "error", f"attempt {attempt} ended: {cause.message}{details}")

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from strata.core.pauses import FIRST_DELAY_S, LONGEST_DELAY_S, pause_after_s
 from strata.core.text import counted
 from strata.core.types import CheckpointId
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 8.0
 PATIENCE_S = 60.0
 """A destination that does not answer, or ranks that do not report, are asked again for so long."""
 ABSENCE_S = 5.0
@@ -135,7 +135,7 @@ class _Destination:
     """Of a sharded run: what each rank that has reported has."""
     outcome: Outcome | None = None
     again_s: float = 0.0
-    delay_s: float = FIRST_DELAY_S
+    waits: int = 0
     reason: str = ""
 
 
@@ -274,8 +274,9 @@ class Finishing:
         return [each for each in self._destinations.values() if each.outcome is None]
 
     def _again(self, at: _Destination, reason: str, now_s: float) -> None:
-        at.reason, at.again_s = reason, now_s + at.delay_s
-        at.delay_s = min(2 * at.delay_s, LONGEST_DELAY_S)
+        at.waits += 1
+        delay_s = pause_after_s(at.waits, first_s=FIRST_DELAY_S, longest_s=LONGEST_DELAY_S)
+        at.reason, at.again_s = reason, now_s + delay_s
         if now_s >= self._until_s:
             self._end(at, "failed", reason)
 

@@ -42,10 +42,10 @@ from typing import Literal
 
 from strata.core.jobs.lineage import Lineage, Placement, fallback_order
 from strata.core.jobs.peers import PEER
+from strata.core.pauses import FIRST_DELAY_S, LONGEST_DELAY_S, pause_after_s
 from strata.core.types import CheckpointId
 
 MEMORY = "MEMORY"
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 8.0
 FINAL_ATTEMPTS = 3
 
 Order = tuple[int, int]
@@ -332,7 +332,7 @@ class JobProtocol:
         self.lineage = Lineage(run=run)
         self._patience_s = patience_s
         self._waited_s = 0.0
-        self._delay_s = FIRST_DELAY_S
+        self._waits = 0
         self._machines: tuple[str, ...] = ()
         self._offers: dict[_Copy, Offer] = {}
         self._unreadable: tuple[str, ...] = ()
@@ -419,7 +419,8 @@ class JobProtocol:
     def _wait_for(self, unreachable: tuple[str, ...]) -> LookAgain | Stop:
         if self._waited_s >= self._patience_s:
             return Stop(kind="unreachable", reasons=unreachable)
-        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LONGEST_DELAY_S)
+        self._waits += 1
+        delay_s = pause_after_s(self._waits, first_s=FIRST_DELAY_S, longest_s=LONGEST_DELAY_S)
         self._waited_s += delay_s
         return LookAgain(after_s=delay_s, reason="; ".join(unreachable))
 

@@ -22,7 +22,7 @@ LEAST_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StepTime:
     """What one rank said last."""
 
     worker_id: WorkerId
@@ -58,24 +58,24 @@ class Stragglers:
         self.slow: dict[WorkerId, str] = {}
         """Why, for every rank that is slow now."""
 
-    def judge(self, job: JobId, paces: Sequence[Pace]) -> list[Change]:
+    def judge(self, job: JobId, times: Sequence[StepTime]) -> list[Change]:
         """Called with the newest reports of a job's ranks; a report seen before does not count again."""
         known = self._records.setdefault(job, {})
         # One that is alone has nobody who waits for it.
-        self._forget(job, {pace.worker_id for pace in paces} if len(paces) > 1 else set())
-        if len(paces) < 2:
+        self._forget(job, {reported.worker_id for reported in times} if len(times) > 1 else set())
+        if len(times) < 2:
             return []
-        ordered = sorted(pace.own_s for pace in paces)
+        ordered = sorted(reported.own_s for reported in times)
         changes = []
-        for pace in paces:
-            record = known.setdefault(pace.worker_id, _Record())
-            if pace.step <= record.step:
-                if pace.step < record.step:
-                    record.step = pace.step  # It went back to an earlier step.
+        for reported in times:
+            record = known.setdefault(reported.worker_id, _Record())
+            if reported.step <= record.step:
+                if reported.step < record.step:
+                    record.step = reported.step  # It went back to an earlier step.
                 continue
-            record.step = pace.step
-            others_s = _median_without(ordered, pace.own_s)
-            change = self._weigh(job, pace, others_s, record)
+            record.step = reported.step
+            others_s = _median_without(ordered, reported.own_s)
+            change = self._weigh(job, reported, others_s, record)
             if change is not None:
                 changes.append(change)
         return changes
@@ -85,28 +85,28 @@ class Stragglers:
             self._forget(job, set())
             del self._records[job]
 
-    def _weigh(self, job: JobId, pace: Pace, others_s: float, record: _Record) -> Change | None:
+    def _weigh(self, job: JobId, reported: StepTime, others_s: float, record: _Record) -> Change | None:
         limit_s = others_s * (FAIR_RATIO if record.slow else SLOW_RATIO)
-        is_slow = pace.own_s > max(limit_s, others_s + LEAST_S)
+        is_slow = reported.own_s > max(limit_s, others_s + LEAST_S)
         if is_slow == record.slow:
             record.in_a_row = 0
             if is_slow:
-                self.slow[pace.worker_id] = _reason(pace.own_s, others_s)
+                self.slow[reported.worker_id] = _reason(reported.own_s, others_s)
             return None
         record.in_a_row += 1
         if record.in_a_row < REPORTS:
             return None
         record.slow, record.in_a_row = is_slow, 0
         if is_slow:
-            reason = self.slow[pace.worker_id] = _reason(pace.own_s, others_s)
+            reason = self.slow[reported.worker_id] = _reason(reported.own_s, others_s)
         else:
-            self.slow.pop(pace.worker_id, None)
-            reason = f"{_ms(pace.own_s)} ms/step, median {_ms(others_s)} ms"
+            self.slow.pop(reported.worker_id, None)
+            reason = f"{_ms(reported.own_s)} ms/step, median {_ms(others_s)} ms"
         return Change(
             job_id=job,
-            worker_id=pace.worker_id,
+            worker_id=reported.worker_id,
             slow=is_slow,
-            own_s=pace.own_s,
+            own_s=reported.own_s,
             others_s=others_s,
             reason=reason,
         )

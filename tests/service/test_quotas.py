@@ -5,36 +5,36 @@ from __future__ import annotations
 import pytest
 
 from strata.coordinator import quotas
-from strata.coordinator.quotas import CALLS_AT_ONCE, CALLS_PER_S, Pace
+from strata.coordinator.quotas import CALLS_AT_ONCE, CALLS_PER_S, CallQuotas
 
 
 def test_a_burst_does_not_wait_and_a_flood_comes_at_the_steady_rate() -> None:
-    pace = Pace()
-    waited_s = [pace.delay_s("flood", 0.0) for _ in range(int(CALLS_AT_ONCE + 2 * CALLS_PER_S))]
+    calls = CallQuotas()
+    waited_s = [calls.delay_s("flood", 0.0) for _ in range(int(CALLS_AT_ONCE + 2 * CALLS_PER_S))]
     assert not any(waited_s[: int(CALLS_AT_ONCE)])
     assert waited_s[-1] == pytest.approx(2.0, abs=0.01), "two seconds' worth more than a burst"
-    assert pace.delay_s("other", 0.0) == 0.0
+    assert calls.delay_s("other", 0.0) == 0.0
 
 
 def test_who_waits_for_answers_never_waits_here() -> None:
-    pace = Pace()
-    assert not any(pace.delay_s("steady", number / CALLS_PER_S) for number in range(20_000))
+    calls = CallQuotas()
+    assert not any(calls.delay_s("steady", number / CALLS_PER_S) for number in range(20_000))
 
 
 def test_what_was_used_up_comes_back() -> None:
-    pace = Pace()
+    calls = CallQuotas()
     for _ in range(int(2 * CALLS_AT_ONCE)):
-        pace.delay_s("flood", 0.0)
-    assert pace.delay_s("flood", 0.0) > 0
-    assert pace.delay_s("flood", 10.0) == 0.0
+        calls.delay_s("flood", 0.0)
+    assert calls.delay_s("flood", 0.0) > 0
+    assert calls.delay_s("flood", 10.0) == 0.0
 
 
 def test_connections_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "CLIENTS_REMEMBERED", 100)
-    pace = Pace()
+    calls = CallQuotas()
     for number in range(1_000):
-        pace.delay_s(f"connection-{number}", 0.0)
-    assert len(pace._next_s) <= 100
+        calls.delay_s(f"connection-{number}", 0.0)
+    assert len(calls._paces) <= 100
     for number in range(1_000):
-        pace.delay_s("one", 10.0 + number)
-    assert len(pace._next_s) == 1
+        calls.delay_s("one", 10.0 + number)
+    assert len(calls._paces) == 1

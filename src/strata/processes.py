@@ -12,10 +12,13 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import importlib
 import io
 import os
 import string
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +137,17 @@ def write_line_by_line() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def at_exit(function: Callable[[], None]) -> Callable[[], None]:
+    """Call it once when this process ends, or in `run_exit_functions`: while threads and executors can still be started, for which
+    `atexit` alone is too late."""
+    call = functools.cache(function)
+    # What is registered later is called earlier, and executors end by what this import registers.
+    importlib.import_module("concurrent.futures.thread")
+    threading._register_atexit(call)  # type: ignore[attr-defined]
+    atexit.register(call)
+    return function
 
 
 def run_exit_functions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_who_is_no_worker_may_ask_about_one_and_does_not_become_one(
 
 @pytest.mark.parametrize("numbers", [{"shard_size": 0}, {"total_samples": 0}, {"shard_size": -1}])
 def test_sizes_that_cannot_be_are_refused_before_anything_is_registered(
-    coordinator: Coordinator, files: Path, numbers: dict[str, int]
+    coordinator: Coordinator, files: Path, numbers: dict[str, Any]
 ) -> None:
     registry = DatasetRegistry(f"http://{coordinator.address}")
     with pytest.raises(InvalidArgument, match="at least 1"):

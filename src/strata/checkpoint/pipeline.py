@@ -17,7 +17,6 @@ more, although a store may still be busy with its bytes.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import mmap
 import os
@@ -38,6 +37,7 @@ from strata.checkpoint.catalog.publish import Admit, publish, replace_at
 from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, digest_of
 from strata.checkpoint.errors import PeerFailed, SaveFailed, SaveSkipped
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Observer, SaveHandle, Started
+from strata.processes import at_exit
 from strata.stores.protocol import NoSpace, Store, StoreError
 
 
@@ -712,7 +712,7 @@ class Pipeline:
 _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
-@atexit.register
+@at_exit
 def _finish_at_exit() -> None:
     """The last save of a script that ends normally is not lost; a crash waits for nothing."""
     crash = sys.exc_info()[1]  # The program of a warm worker ends within a function.

@@ -419,6 +419,7 @@ class TrainingOrchestrator:
         it, and which newer one there is.
         """
         me = self._me()
+        one_of("status", status, STATUS_NUMBERS)
         request = message(
             pb.NotifyCheckpointRequest,
             worker_id=me.assigned_id,
@@ -428,7 +429,7 @@ class TrainingOrchestrator:
             epoch=epoch,
             path=path,
             size_bytes=size_bytes,
-            status=STATUS_NUMBERS[one_of("status", status, STATUS_NUMBERS)],
+            status=STATUS_NUMBERS[status],
             tiers=list(tiers),
             digest=digest,
             duration_s=duration_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -142,8 +142,8 @@ def message(kind: Callable[..., T], **values: Any) -> T:
         raise ValueError(f"{kind.__name__.removesuffix('Request')}: {error}") from None
 
 
-def one_of(name: str, value: str, known: Collection[str]) -> str:
-    if value not in known:
+def one_of(name: str, value: str, known: Iterable[str]) -> str:
+    if value not in (known := tuple(known)):
         raise InvalidArgument(name, f"is '{value}'; it must be one of {', '.join(known)}.")
     return value
 

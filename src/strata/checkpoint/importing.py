@@ -35,6 +35,7 @@ from strata.core.jobs.lineage import Lineage
 from strata.errors import MissingDependency
 from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError
+from strata.torch_compat.wrappers import WRAPPERS, is_extra_state, plain_name
 
 if TYPE_CHECKING:
     from strata.checkpoint.formats.lazy import LazyTensor, Memory
@@ -45,7 +46,6 @@ _MODELS = ("state_dict", "model", "module", "model_state", "net", "weights")
 _OPTIMIZERS = (OPTIMIZER, "optimizer", "optim", "optimizer_states")
 _SCHEDULERS = (SCHEDULER, "lr_scheduler", "scheduler", "scheduler_state_dict", "lr_schedulers")
 _STEPS = ("step", "global_step", "iteration")
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _LIKE_PARAMETER = frozenset(
     {
         "exp_avg",
@@ -325,10 +325,10 @@ class _Recognised:
         while renamed and all(name.startswith("module.") for name in renamed):
             renamed = {name.removeprefix("module."): value for name, value in renamed.items()}
             self._note("The prefix 'module.' of names is dropped.")
-        for wrapper in _WRAPPERS:
-            if any(wrapper in name for name in renamed):
-                self._note(f"'{wrapper}' is dropped from names.")
-        plain = {_unwrapped(name): value for name, value in renamed.items()}
+        for wrapper in WRAPPERS:
+            if any(wrapper in name.split(".") for name in renamed):
+                self._note(f"'{wrapper}.' is dropped from names.")
+        plain = {plain_name(name): value for name, value in renamed.items()}
         if len(plain) < len(renamed):
             raise InvalidImport("Two of the model's tensors would have the same name without their wrappers.")
         return plain
@@ -361,7 +361,7 @@ def _is_weights(value: Any) -> bool:
         isinstance(value, Mapping)
         and any(isinstance(each, LazyTensor) for each in value.values())
         and all(
-            isinstance(name, str) and (isinstance(each, LazyTensor) or name.endswith("_extra_state"))
+            isinstance(name, str) and (isinstance(each, LazyTensor) or is_extra_state(name))
             for name, each in value.items()
         )
     )
@@ -369,12 +369,6 @@ def _is_weights(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**62
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 class _Unknown(Exception):
@@ -416,7 +410,7 @@ def _named_optimizer(saved: Any, model: Mapping[str, Any]) -> dict[str, Any]:
 def _key(key: Any) -> int | str:
     """A number, also one that a flat format has turned into text; or a name."""
     return (
-        int(key) if type(key) is int or str(key).isdecimal() else _unwrapped(str(key)).removeprefix("module.")
+        int(key) if type(key) is int or str(key).isdecimal() else plain_name(str(key)).removeprefix("module.")
     )
 
 

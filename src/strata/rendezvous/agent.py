@@ -41,7 +41,7 @@ class CarefulAgent(Agent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        handler = self._worker_group.spec.rdzv_handler
+        handler = self.get_worker_group().spec.rdzv_handler
         self.coordinator: str = coordinator_of_run() or getattr(handler, "coordinator", "")
         self._incidents = IncidentReporter(handler.get_run_id(), self.coordinator)
         self._restarts = Restarts(run_policy())
@@ -62,7 +62,7 @@ class CarefulAgent(Agent):
 
     def has_left(self) -> None:
         workers = len(self.processes.pids()) if self.processes is not None else 0
-        launch = self._worker_group.spec.rdzv_handler.get_run_id()
+        launch = self.get_worker_group().spec.rdzv_handler.get_run_id()
         LEAVING.end(workers=workers, launch=launch, coordinator=self.coordinator)
 
     def _kill_workers(self) -> None:

@@ -100,7 +100,7 @@ class RegroupingAgent(CarefulAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        spec = self._worker_group.spec
+        spec = self.get_worker_group().spec
         self._slots = spec.local_world_size
         self._regroup = Regroup(self._slots, spares=self.wanted_spares)
         self._numbers = list(range(self._slots))
@@ -373,12 +373,12 @@ class RegroupingAgent(CarefulAgent):
             with self._lock:
                 self._regroup.replaced(slot, now_s=time.monotonic())
                 self._numbers[slot] = slot
-        self._worker_group.workers[slot].id = pid
+        self.get_worker_group().workers[slot].id = pid
 
     def _start_spare(self, number: int) -> None:
         """It knows neither its rank nor its device before it takes somebody's place: until then it has a rank beyond all."""
         assert self.processes is not None
-        rank = self._worker_group.workers[0].world_size + number - self._slots
+        rank = self.get_worker_group().workers[0].world_size + number - self._slots
         variables = {ENTRANCE_VARIABLE: "spare", SLOT_VARIABLE: str(number), "RANK": str(rank)}
         pid = self.processes.start_spare(number, {**variables, "LOCAL_WORLD_SIZE": str(self._slots)})
         with self._lock:
@@ -388,7 +388,7 @@ class RegroupingAgent(CarefulAgent):
     def _meet(self, instruction: Meet) -> None:
         began_s = time.monotonic()
         variables = self.meet(instruction.workers)
-        note_rendezvous(self._worker_group.spec.rdzv_handler.get_run_id(), began_s, time.monotonic())
+        note_rendezvous(self.get_worker_group().spec.rdzv_handler.get_run_id(), began_s, time.monotonic())
         self._enter(instruction, variables)
 
     def _enter(self, instruction: Meet, variables: Mapping[int, dict[str, str]]) -> None:

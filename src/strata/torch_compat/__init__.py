@@ -6,6 +6,7 @@
     images.py        the parts of `torch.save` and `torch.load` that lay out and check a `.pt` file
     checkpoints.py   what the files of PyTorch's distributed checkpoints are made of
     modules.py       whether a module or optimizer loads its state in torch's own way
+    wrappers.py      what `torch.compile` and the like add to the names of a state
     loaders.py       the processes of a `DataLoader`
     dtensors.py      what a rank holds of a distributed tensor, and the store of its process group
     groups.py        threads of gloo that still need Python
@@ -14,7 +15,8 @@
     lazy_dynamo.py   the compiler, imported when it is used
 
 A module here calls `require` when it is imported, so a torch that has renamed something gives one error that says what is
-missing, instead of an `AttributeError` in the middle of a recovery. Importing this package itself needs no torch.
+missing, instead of an `AttributeError` in the middle of a recovery. What it does not look for is in `OPTIONAL`, with the reason.
+Importing this package itself needs no torch.
 """
 
 from __future__ import annotations
@@ -41,24 +43,45 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.launcher.api:LocalElasticAgent._monitor_workers",
         "torch.distributed.launcher.api:LocalElasticAgent._restart_workers",
         "torch.distributed.launcher.api:LocalElasticAgent._start_workers",
+        "torch.distributed.launcher.api:LocalElasticAgent._shutdown",
+        "torch.distributed.launcher.api:LocalElasticAgent._pcontext",
+        "torch.distributed.launcher.api:LocalElasticAgent._remaining_restarts",
         "torch.distributed.elastic.agent.server.local_elastic_agent:start_processes",
         "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._start",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._poll",
         "torch.distributed.elastic.multiprocessing:MultiprocessContext._close",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._pc",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._ret_vals",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._return_values",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._worker_finished_event",
         "torch.distributed.elastic.multiprocessing.api:SignalException",
         "torch.distributed.elastic.multiprocessing.api:_wrap",
     ),
     "rendezvous": (
         "torch.distributed.elastic.rendezvous.api:rendezvous_handler_registry._registry",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._get_world",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:get_method_name",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_Action.SYNC",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_BackendRendezvousStateHolder.sync",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_DistributedRendezvousOpExecutor.run",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_NodeDesc",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_RendezvousContext",
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_RendezvousState",
+        *(
+            f"torch.distributed.elastic.rendezvous.dynamic_rendezvous:{name}"
+            for name in (
+                "get_method_name",
+                "DynamicRendezvousHandler._get_world",
+                "DynamicRendezvousHandler._heartbeat_lock",
+                "DynamicRendezvousHandler._op_executor",
+                "DynamicRendezvousHandler._state_holder",
+                "DynamicRendezvousHandler._this_node",
+                "_Action.SYNC",
+                "_BackendRendezvousStateHolder.sync",
+                "_BackendRendezvousStateHolder._last_sync_time",
+                "_DistributedRendezvousOpExecutor.run",
+                "_DistributedRendezvousOpExecutor._node",
+                "_DistributedRendezvousOpExecutor._settings",
+                "_DistributedRendezvousOpExecutor._state",
+                "_DistributedRendezvousOpExecutor._state_holder",
+                "_NodeDesc",
+                "_RendezvousContext",
+                "_RendezvousState",
+            )
+        ),
     ),
     "stores": (
         "torch._C._distributed_c10d:HashStore",
@@ -85,6 +108,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "modules": (
         "torch.nn:Module._load_from_state_dict",
         "torch.nn:Module._save_to_state_dict",
+        "torch.nn:Module._buffers",
+        "torch.nn:Module._non_persistent_buffers_set",
+        "torch.nn:Module._parameters",
         *(f"torch.nn:Module.{name}" for name in _HOOKS),
         "torch.optim:Optimizer._process_value_according_to_param_policy",
         *(f"torch.optim:Optimizer._optimizer{name}" for name in _HOOKS[:2]),
@@ -96,10 +122,13 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         "torch.distributed.distributed_c10d:_get_default_store",
         "torch._C._distributed_c10d:PrefixStore.underlying_store",
     ),
+    "distributed_tensors": ("torch.distributed.tensor:DTensor._local_tensor",),
     "groups": (
         "torch.distributed:Reducer",
         "torch.distributed:Logger",
         "torch.distributed:ProcessGroup._get_backend",
+        "torch.distributed:ProcessGroupGloo._Options._devices",
+        "torch.distributed:ProcessGroupGloo._Options._timeout",
     ),
     "aborting": (
         "torch.distributed.distributed_c10d:_new_process_group_helper",
@@ -111,6 +140,34 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "loaders": ("torch.utils.data._utils.worker:_worker_loop",),
 }
 """By the module that uses them: `module:name`, or `module:class.name`."""
+
+OPTIONAL: Final[dict[str, dict[str, str]]] = {
+    "elastic": {
+        "torch.distributed.launcher.api:LocalElasticAgent._rdzv_handler": "only set, for the versions that read it",
+        "torch.distributed.elastic.multiprocessing:MultiprocessContext._numa_options": "without it, none are passed on",
+    },
+    "images": {
+        "torch._C._dynamo.guards:TensorGuards": "without it, tensors are compared one by one",
+        "torch.cuda:_compile_kernel": "without it, devices copy tensor by tensor",
+    },
+    "dtensors": {
+        "torch.distributed.tensor._api:DTensor._op_dispatcher": "what is not remembered need not be forgotten",
+        "torch.distributed.tensor._redistribute:_gen_transform_infos": "the same",
+        "torch._C:_clear_DTensor_sharding_propagator_cache": "the same",
+    },
+    "wrappers": {
+        "torch._dynamo.eval_frame:OptimizedModule._orig_mod": "a name in files as well; tests compare it",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper._checkpoint_wrapped_module": "the same",
+        "torch.distributed.fsdp:FullyShardedDataParallel._fsdp_wrapped_module": "the same",
+        "torch.nn:Module._extra_state": "the same, and a key of states",
+    },
+    "flight_recorder": {
+        "torch._C._distributed_c10d:_dump_fr_trace_json": "without it, the next is asked",
+        "torch._C._distributed_c10d:_dump_nccl_trace_json": "without it, no collectives are known",
+    },
+    "lazy_dynamo": {"torch:_dynamo": "looking for it would load it, which the module is there to avoid"},
+}
+"""In the same way: what is used and not looked for, and why."""
 
 
 class UnsupportedTorch(StrataError):
@@ -158,5 +215,10 @@ def _is_there(name: str) -> bool:
     *parents, last = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent, None)
-    # What each object gets only when it is made, its class at least announces.
-    return hasattr(owner, last) or last in getattr(owner, "__annotations__", {})
+    return hasattr(owner, last) or any(_announces(kind, last) for kind in getattr(owner, "__mro__", ()))
+
+
+def _announces(kind: type, name: str) -> bool:
+    """Whether objects of a class get it when they are made."""
+    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
+    return name in getattr(kind, "__annotations__", {}) or name in getattr(code, "co_names", ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,9 +20,16 @@ def is_distributed_tensor(tensor: object) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the tensor itself unless it is a DTensor. Shares its memory; no gradient flows."""
-    return (
-        cast(torch.Tensor, cast(Any, tensor)._local_tensor) if type(tensor).__name__ == "DTensor" else tensor
-    )
+    if type(tensor).__name__ != "DTensor":
+        return tensor
+    _require_local_tensors()
+    return cast(torch.Tensor, cast(Any, tensor)._local_tensor)
+
+
+@cache
+def _require_local_tensors() -> None:
+    """With the first of them: at import, most jobs would load their module for nothing."""
+    require("distributed_tensors")
 
 
 def group_store(prefix: str) -> Any:

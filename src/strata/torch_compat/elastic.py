@@ -83,7 +83,7 @@ class Agent(LocalElasticAgent):
 
     def start_early(self, variables: Mapping[str, str], *, first_rank: int) -> None:
         """Start the workers before this machine has met the others, with these variables as well."""
-        group: Any = self._worker_group
+        group: Any = self.get_worker_group()
         count = group.spec.local_world_size
         group.workers = [
             Worker(local_rank=n, global_rank=first_rank + n, world_size=first_rank) for n in range(count)
@@ -140,11 +140,11 @@ class Agent(LocalElasticAgent):
 
     def rank_of(self, slot: int) -> int:
         """The rank of one worker of this machine, in the newest round that it took part in."""
-        return int(self._worker_group.workers[slot].global_rank)
+        return int(self.get_worker_group().workers[slot].global_rank)
 
     def meet(self, slots: Sequence[int]) -> dict[int, dict[str, str]]:
         """Meet the other machines with these workers only: torch's variables for each of them. Blocks."""
-        group, context = self._worker_group, self._pcontext
+        group, context = self.get_worker_group(), self._pcontext
         assert isinstance(context, WorkerProcesses)
         everyone = dict(enumerate(group.workers))
         group.spec.local_world_size = len(slots)
@@ -162,7 +162,7 @@ class Agent(LocalElasticAgent):
 
     def variables(self) -> dict[int, dict[str, str]]:
         """What torch would start the workers with, in the round that was met last."""
-        return self._variables(self._worker_group)
+        return self._variables(self.get_worker_group())
 
     def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         context = self._pcontext

@@ -21,7 +21,7 @@ require("lazy_dynamo")
 NAME = "torch._dynamo"
 
 
-class _Postponed(ModuleType):
+class _LazyDynamo(ModuleType):
     """Stands for `torch._dynamo` until something is asked of it that only the real one can do."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ def install() -> None:
     """Let `torch._dynamo` be imported when it is needed, not when it is mentioned. Does nothing where it is loaded."""
     if NAME in sys.modules:
         return
-    sys.modules[NAME] = torch._dynamo = _Postponed()
+    sys.modules[NAME] = torch._dynamo = _LazyDynamo()
 
 
 def load() -> ModuleType:
     """The real `torch._dynamo`."""
-    if isinstance(sys.modules.get(NAME), _Postponed):
+    if isinstance(sys.modules.get(NAME), _LazyDynamo):
         del sys.modules[NAME]
         vars(torch).pop("_dynamo", None)
     return importlib.import_module(NAME)

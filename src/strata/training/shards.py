@@ -22,13 +22,11 @@ from strata.checkpoint.image.nested import PLAIN, leaves
 from strata.checkpoint.sharded.plan import Path
 from strata.torch_compat.dtensors import is_distributed_tensor, local_of
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors
+from strata.torch_compat.wrappers import is_extra_state, plain_name
 from strata.training import rng
 from strata.training.state import EXTRA, TrainingState, unwrap
 
 RNG = "rng_states"
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Modules that `torch.compile` and activation checkpointing put around others."""
-_EXTRA_STATE = "_extra_state"
 
 
 def is_sharded(state: TrainingState) -> bool:
@@ -196,7 +194,7 @@ class ShardedState:
         state = Same(_module_state(module))
         self._known.pop(id(module), None)
         tensors = plain_tensors(module)
-        if not tensors or {_clean(each.name) for each in tensors} != state.keys():
+        if not tensors or {plain_name(each.name) for each in tensors} != state.keys():
             return dict(state)
         self._known[id(module)] = _Known(state=state, tensors=tensors)
         return state
@@ -303,20 +301,13 @@ def _of_kind(state: TrainingState, kind: type[Any]) -> list[Any]:
     return [item for item in (state.extra or {}).values() if isinstance(item, kind)]
 
 
-def _clean(name: str) -> str:
-    """The name that a parameter has in the plain module."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _named_parameters(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
-        yield prefix + _clean(name), parameter
+        yield prefix + plain_name(name), parameter
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
-    return {_clean(name): value for name, value in module.state_dict().items()}
+    return {plain_name(name): value for name, value in module.state_dict().items()}
 
 
 def _targets_of_module(
@@ -325,12 +316,12 @@ def _targets_of_module(
     live = {
         name: value
         for name, value in _module_state(module).items()
-        if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+        if isinstance(value, torch.Tensor) and not is_extra_state(name)
     }
     saved = {
         str(path[len(base)]): size
         for path, (_, size) in tensors.items()
-        if path[: len(base)] == base and not _is_extra_state(str(path[len(base)]))
+        if path[: len(base)] == base and not is_extra_state(str(path[len(base)]))
     }
     dotted = ".".join(map(str, base))
     for name, tensor in live.items():
@@ -346,11 +337,6 @@ def _targets_of_module(
     return {(*base, name): tensor for name, tensor in live.items()}
 
 
-def _is_extra_state(name: str) -> bool:
-    """What a module makes of something else when it is asked for its state (`Module.get_extra_state`): of any size, or no tensor."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
-
-
 def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
     """Its tensors are in place; where its state is not just its tensors, it is given the rest."""
     live = {local_of(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
@@ -358,7 +344,7 @@ def _adopt_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
         not isinstance(value, torch.Tensor) or (value.numel() and local_of(value).data_ptr() not in live)
         for value in saved.values()
     ):
-        raw = {_clean(name): name for name in module.state_dict()}
+        raw = {plain_name(name): name for name in module.state_dict()}
         module.load_state_dict({raw[name]: value for name, value in saved.items() if name in raw})
 
 

@@ -25,6 +25,7 @@ from strata.checkpoint.errors import StateMismatch
 from strata.checkpoint.image.nested import Path, leaves, mapped
 from strata.checkpoint.image.pickling import TensorRecipe
 from strata.torch_compat.modules import is_plain_module, is_plain_optimizer
+from strata.torch_compat.wrappers import COMPILED
 from strata.training import rng
 
 EXTRA = "extra"
@@ -41,7 +42,7 @@ class Stateful(Protocol):
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The user's module inside the wrappers of DDP, `torch.compile` and Lightning Fabric."""
     while True:
-        inner = getattr(model, "module", None) if _is_wrapper(model) else getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) if _is_wrapper(model) else getattr(model, COMPILED, None)
         if not isinstance(inner, torch.nn.Module):
             return model
         model = inner

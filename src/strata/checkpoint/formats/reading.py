@@ -55,7 +55,7 @@ from strata.checkpoint.image.unpickling import check_recipe, head_bytes, put_in_
 from strata.checkpoint.sharded.reader import load_object
 from strata.files import RangeFile
 from strata.stores.protocol import Store
-from strata.torch_compat.checkpoints import MemoryFormat, StorageInfo, layout_of
+from strata.torch_compat.checkpoints import PRIVATE_GLOBALS, MemoryFormat
 
 SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -505,19 +505,16 @@ def _member(kind: Any, name: Any) -> MemoryFormat:
     return MemoryFormat[name]
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _METADATA_TYPES: dict[tuple[str, str], Any] = {
     **{
-        (_METADATA, name): getattr(dcp_metadata, name)
+        (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
         for name in (
             "Metadata", "MetadataIndex", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
             "ChunkStorageMetadata", "StorageMeta",
         )
     },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): MemoryFormat,
+    **PRIVATE_GLOBALS,
     ("builtins", "getattr"): _member,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-    ("torch.serialization", "_get_layout"): layout_of,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
     **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},

@@ -22,6 +22,7 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 DOCUMENTS = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "README.md", "CHANGELOG.md", "LICENSE")
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+ACTIONLINT_EXCLUDES = "SC1091,SC2194,SC2050,SC2154,SC2157,SC2043"
 CONSTRAINTS = dict(
     line.lower().replace("_", "-").split("==") for line in (ROOT / "constraints.txt").read_text().split()
 )
@@ -65,6 +66,18 @@ def test_actionlint_finds_nothing_in_the_workflows(program: Callable[[str], str]
         [program("actionlint"), *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scripts_of_the_workflows_pass_the_linter(program: Callable[[str], str]) -> None:
+    """As actionlint, which not every machine has, calls it."""
+    command = [program("shellcheck"), "--norc", "-x", "--shell", "bash", "-e", ACTIONLINT_EXCLUDES, "-"]
+    found = []
+    for name, step in steps():
+        script = f"set -eo pipefail\n{step.get('run', '')}\n"
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            found.append(f"{name}:\n{done.stdout}{done.stderr}")
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

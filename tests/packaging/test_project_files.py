@@ -22,6 +22,15 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 DOCUMENTS = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "README.md", "CHANGELOG.md", "LICENSE")
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+PINNED_IN = {
+    r"^\.github/workflows/": "github-actions",
+    r"(^|/)(requirements|constraints)\.txt$": "pip",
+    r"(^|/)package-lock\.json$": "npm",
+    r"(^|/)Dockerfile\.\w+$": "docker",
+    r"(^|/)compose\.yaml$": "docker-compose",
+    r"(^|/)\.pre-commit-config\.yaml$": "pre-commit",
+}
+"""Files with versions in them, and what Dependabot calls them."""
 ACTIONLINT_EXCLUDES = "SC1091,SC2194,SC2050,SC2154,SC2157,SC2043"
 CONSTRAINTS = dict(
     line.lower().replace("_", "-").split("==") for line in (ROOT / "constraints.txt").read_text().split()
@@ -87,17 +96,23 @@ def test_an_issue_form_is_one_by_the_schema(path: Path) -> None:
     assert problems(path, "github-issue-config" if path.stem == "config" else "github-issue-forms") == []
 
 
-def test_dependabot_looks_at_every_place_that_pins_something() -> None:
+def test_dependabot_looks_at_every_place_that_pins_something(program: Callable[[str], str]) -> None:
     path = GITHUB / "dependabot.yml"
     assert problems(path, "dependabot") == []
-    places = {(update["package-ecosystem"], update["directory"]) for update in read(path)["updates"]}
-    assert places == {
-        ("github-actions", "/"),
-        ("pip", "/"),
-        ("npm", "/dashboard"),
-        ("docker", "/deploy/docker"),
+    looked_at = {
+        (update["package-ecosystem"], folder)
+        for update in read(path)["updates"]
+        for folder in update.get("directories", [update.get("directory")])
     }
-    assert all((ROOT / directory.strip("/")).is_dir() for _, directory in places)
+    listed = subprocess.run(
+        [program("git"), "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert looked_at == {
+        (ecosystem, "/" if ecosystem == "github-actions" else f"/{folder.strip('/')}")
+        for folder, name in re.findall(r"^(.*/|)(.*)$", listed.stdout, re.M)
+        for pattern, ecosystem in PINNED_IN.items()
+        if re.search(pattern, folder + name)
+    }
 
 
 def test_jobs_have_limits_and_may_only_read_unless_they_say_why() -> None:

@@ -162,17 +162,6 @@ def test_commits_are_checked_with_the_versions_that_everybody_has() -> None:
     }
 
 
-def test_commands_in_the_instructions_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= TARGETS
-    tests = re.findall(r"pytest (?:-m slow )?(tests/\S+)", text)
-    assert tests
-    assert [name for name in tests if not (ROOT / name).exists()] == []
-    named = re.search(r"-k (\w+)", text)
-    assert named is not None
-    assert any(named[1] in path.read_text() for path in (ROOT / "tests/core").glob("test_*.py"))
-
-
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if name.endswith(".md")])
 def test_links_between_documents_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text()

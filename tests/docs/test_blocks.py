@@ -80,6 +80,11 @@ def test_a_test_that_is_said_to_run_a_command_has_its_words(block: Block) -> Non
     assert any(is_there(words) for words in lines)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    assert [name for name in NAMED_TEST.findall(page.read_text()) if not (ROOT / name).is_file()] == []
+
+
 @pytest.mark.parametrize("block", of_class("valid", "rejected"), ids=str)
 def test_a_configuration_that_is_shown_is_what_its_reader_accepts(block: Block, tmp_path: Path) -> None:
     problem = READERS[block.about](block.text, tmp_path)

@@ -1,4 +1,4 @@
-"""A loop of Accelerate that outlives its machines. The lines marked with `# +` are what Strata adds.
+"""A loop of Accelerate that outlives its machines. The statements marked with `# +` are what Strata adds.
 
     strata torchrun --nproc-per-node=2 examples/accelerate_loop.py        # or: strata run --workers 2 …, or: python …
 
@@ -38,11 +38,11 @@ with strata.elastic(  # +
     epochs=arguments.epochs,
 ) as job:
     for batch in job:  # +
-        x, y = send_to_device(batch.data, accelerator.device)
-        with nullcontext() if batch.step.ends_step else accelerator.no_sync(model):
+        x, y = send_to_device(batch.data, accelerator.device)  # +
+        with nullcontext() if batch.step.ends_step else accelerator.no_sync(model):  # +
             loss = nn.functional.mse_loss(model(x), y)
-            accelerator.backward(loss * batch.weight)
-        if batch.step.ends_step:
+            accelerator.backward(loss * batch.weight)  # +
+        if batch.step.ends_step:  # +
             optimizer.step()
             optimizer.zero_grad()
             job.log({"loss": loss})  # + kept by the coordinator, where there is one, and by sinks

@@ -1,4 +1,4 @@
-"""An ordinary DDP loop that outlives its machines. The lines marked with `# +` are what Strata adds.
+"""An ordinary DDP loop that outlives its machines. The statements marked with `# +` are what Strata adds.
 
     strata run --workers 2 examples/ddp_loop.py            # about a minute on two CPU cores; --epochs 1 for less
     strata torchrun --nproc-per-node=2 examples/ddp_loop.py
@@ -47,9 +47,9 @@ with strata.elastic(  # +
     print(f"rank {rank} is process {os.getpid()}: kill it with `kill -9 {os.getpid()}`", flush=True)
     for batch in job:  # +
         began_s = time.monotonic()
-        x, y = batch.data
+        x, y = batch.data  # +
         loss = nn.functional.mse_loss(model(x), y)
-        (loss * batch.weight).backward()
+        (loss * batch.weight).backward()  # +
         optimizer.step()
         optimizer.zero_grad()
         job.report(loss=loss.item())  # +

@@ -1,4 +1,4 @@
-"""A loop of Lightning Fabric that outlives its machines. The lines marked with `# +` are what Strata adds.
+"""A loop of Lightning Fabric that outlives its machines. The statements marked with `# +` are what Strata adds.
 
     strata torchrun --nproc-per-node=2 examples/fabric_loop.py        # or: strata run --workers 2 …, or: python …
 
@@ -43,11 +43,11 @@ with strata.elastic(  # +
     epochs=arguments.epochs,
 ) as job:
     for batch in job:  # +
-        x, y = fabric.to_device(batch.data)
-        with fabric.no_backward_sync(model, enabled=is_distributed and not batch.step.ends_step):
+        x, y = fabric.to_device(batch.data)  # +
+        with fabric.no_backward_sync(model, enabled=is_distributed and not batch.step.ends_step):  # +
             loss = nn.functional.mse_loss(model(x), y)
-            fabric.backward(loss * batch.weight)
-        if batch.step.ends_step:
+            fabric.backward(loss * batch.weight)  # +
+        if batch.step.ends_step:  # +
             optimizer.step()
             optimizer.zero_grad()
             job.log({"loss": loss})  # + kept by the coordinator, where there is one, and by sinks

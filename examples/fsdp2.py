@@ -3,7 +3,7 @@
     strata run --workers 2 examples/fsdp2.py               # on CPU cores, or on GPUs where there are enough
     strata torchrun --nproc-per-node=4 examples/fsdp2.py --tp 2
 
-The lines marked with `# +` are what Strata adds. Kill a worker while it runs (each prints its process id), or start it again
+The statements marked with `# +` are what Strata adds. Kill a worker while it runs (each prints its process id), or start it again
 with another number of workers: training continues at the exact next step.
 """
 
@@ -75,9 +75,9 @@ with strata.elastic(  # +
     print(f"rank {rank} is process {os.getpid()}: kill it with `kill -9 {os.getpid()}`", flush=True)
     for batch in job:  # +
         began_s = time.monotonic()
-        x, y = (each.to(device) for each in batch.data)
+        x, y = (each.to(device) for each in batch.data)  # +
         loss = nn.functional.mse_loss(model(x), y)
-        (loss * batch.weight).backward()
+        (loss * batch.weight).backward()  # +
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

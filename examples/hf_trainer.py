@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer, in a run that outlives its machines. The lines marked with `# +` are what Strata adds.
+"""The Hugging Face Trainer, in a run that outlives its machines. The statements marked with `# +` are what Strata adds.
 
     strata torchrun --nproc-per-node=2 examples/hf_trainer.py        # or: strata run --workers 2 …, or: python …
 

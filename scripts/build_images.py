@@ -167,7 +167,7 @@ class Buildah:
 
 
 def make_base(buildah: Buildah) -> str:
-    """The same Debian and Python as the image the Dockerfiles name, under its name."""
+    """Debian with its own Python 3.11, under the name of the image that the Dockerfiles start from."""
     debootstrap = programs.find("debootstrap")
     if debootstrap is None:
         raise CannotBuild("debootstrap is missing. Install it: apt-get install debootstrap")

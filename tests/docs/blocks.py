@@ -1,8 +1,9 @@
-"""The fenced blocks of README.md and docs/, and what is done with each of them.
+"""The fenced blocks of the documentation, and what is done with each of them.
 
 A block's class comes from its language, or from a comment on the line before it:
 
     run                  python, bash, console    executed, in the order of the page (the default of these languages)
+    run: A → B; C → D    python, bash, console    executed with B in place of A, for what would take long or needs more machines
     file: NAME           any                      written to the page's folder before anything runs; a later block uses it
     parse: REASON        python, bash, console    not executed, and why; compiled, or every command line in it parsed
     valid: KIND          yaml, toml, json         accepted by what reads such files
@@ -23,7 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "ARCHITECTURE.md")),
+    ROOT / "dashboard" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*) *$")
 MARK = re.compile(r"^ *<!-- (?P<name>[a-z]+)(?:: (?P<about>.+))? -->$")
 
@@ -55,6 +60,17 @@ class Block:
     name: str
     """Its class."""
     about: str = ""
+
+    @property
+    def executed(self) -> str:
+        """Its text as it is executed."""
+        text = self.text
+        for change in filter(None, self.about.split("; ")):
+            shown, _, instead = change.partition(" → ")
+            if not instead or shown not in text:
+                raise Unclassified(f"{self.where}: there is no '{shown}' to be replaced, as in `run: A → B`")
+            text = text.replace(shown, instead)
+        return text
 
     @property
     def where(self) -> str:

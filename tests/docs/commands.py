@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def parse(words: list[str]) -> None:
             _torchrun(rest, ours=False)
         case ["make", *rest]:
             _make(rest)
+        case ["pip", "install", *rest]:
+            _extras(rest)
         case [program, *_] if program.startswith("./"):
             if not (ROOT / program).is_file():
                 raise Refused(f"{program} does not exist")
@@ -133,6 +136,14 @@ def _make(words: list[str]) -> None:
     unknown = [word for word in words if "=" not in word and word not in targets]
     if unknown:
         raise Refused(f"the Makefile has no target {', '.join(unknown)}")
+
+
+def _extras(words: list[str]) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"strata-runtime\[([\w,]+)\]", " ".join(words))
+    unknown = {extra for extras in asked for extra in extras.split(",")} - set(known)
+    if unknown:
+        raise Refused(f"the package has no extra {', '.join(sorted(unknown))}")
 
 
 if __name__ == "__main__":

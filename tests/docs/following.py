@@ -1,4 +1,4 @@
-"""A page of README.md or docs/ followed from top to bottom, as a reader would."""
+"""A page of the documentation followed from top to bottom, as a reader would."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tests.docs.session import session
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 CONCEPTS = ROOT / "docs" / "concepts"
+OPERATING = ROOT / "docs" / "operating"
+USED = ("curl", "etcdctl", "openssl")
+"""Programs that blocks call, which not every machine has."""
 
 
 def executed_pages() -> list[Path]:
@@ -25,9 +28,11 @@ def follow(page: Path, folder: Path, program: Callable[[str], str]) -> None:
     """Its files are written, its blocks are executed, and what it shows as output is what they have said."""
     found = of_page(page)
     runs = [block for block in found if block.name == "run"]
-    if any(re.search(r"\bcurl\b", block.text) for block in runs):
-        program("curl")
-    if any("s3" in block.text for block in runs):
+    text = "\n".join(block.text for block in runs)
+    for name in USED:
+        if re.search(rf"\b{name}\b", text):
+            program(name)
+    if "s3" in text:
         program("weed")
     with session(name_of(page), runs, folder) as running:
         for block in found:

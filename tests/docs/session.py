@@ -1,9 +1,11 @@
 """One page of the documentation, executed from top to bottom as a reader would: one shell, one Python, one folder.
 
-Real parts stand behind it: a coordinator that starts tasks on this machine, and where a page speaks of buckets a SeaweedFS
-server. The text is executed as it stands but for `REPLACED`, the addresses and folders that a test must not share with others.
-The shell knows two commands that never end by themselves: `strata serve` is running already (its words are parsed), and
-`strata logs -f` is interrupted after a while. `strata doctor` is told where the coordinator is. A task's id in the text stands for that of the last task submitted.
+Real parts stand behind it: a coordinator that starts tasks on this machine, a home with its data directory, and where a page
+speaks of them a SeaweedFS server and an etcd. The text is executed as it stands, but for what its mark replaces (`Block.executed`)
+and what `Session.replaced` does: addresses and folders that a test must not share with others, and `NAME=...`, which the reader
+fills in and a test has in its environment. The shell knows two commands that never end by themselves: `strata serve` is running
+already (its words are parsed), and `strata logs -f` is interrupted after a while. `strata doctor` is told where the coordinator
+is. The id of a task or a token in the text stands for that of the last one created.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 from strata.stores import open_store
 from tests.docs.blocks import ROOT, Block
+from tests.harness.etcd_server import EtcdServer, free_port
 from tests.support import Coordinator
 from tests.support_programs import program
 from tests.support_seaweed import seaweed
@@ -41,6 +44,9 @@ strata() {
     done
     case " ${words[*]} " in
         " doctor "*) COORDINATOR_ADDR="$TEST_COORDINATOR" command strata "${words[@]}" ;;
+        " token revoke "*)
+            command strata token revoke "$(command strata token ls --json | python -c "$NEWEST_ID")"
+            ;;
         " serve "*) python -m tests.docs.commands strata "${words[@]}" ;;
         *" -f "*)
             status=0
@@ -127,18 +133,28 @@ class Process:
 
 
 class Session:
-    def __init__(self, folder: Path, *, env: dict[str, str], coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cwd: Path,
+        env: dict[str, str],
+        coordinator: Coordinator,
+        addresses: dict[str, str],
+    ) -> None:
+        """`addresses`: those in the text, as patterns, and what stands for each."""
         self._folder = folder
+        self._coordinator = coordinator
+        self._addresses = addresses
         self._options: Any = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
             "text": True,
-            "cwd": folder,
+            "cwd": cwd,
             "env": env,
             "start_new_session": True,
         }
-        self._coordinator = coordinator
         self._shell: Process | None = None
         self._python: Process | None = None
         self._count = 0
@@ -151,11 +167,11 @@ class Session:
 
     def run(self, block: Block) -> None:
         if block.language == "python":
-            self.python(block.text, where=block.where)
+            self.python(block.executed, where=block.where)
         elif block.language == "bash":
-            self.shell(block.text, where=block.where)
+            self.shell(block.executed, where=block.where)
         else:
-            commands, expected = console(block.text)
+            commands, expected = console(block.executed)
             self.shell(commands, where=block.where)
             self.expect(expected, where=block.where)
         self.stop_tasks()
@@ -180,12 +196,10 @@ class Session:
         return path
 
     def replaced(self, text: str) -> str:
-        for pattern, value in (
-            (r"(?<![\w/])/nvme/", f"{self._folder}/nvme/"),
-            (r"\b(localhost|127\.0\.0\.1):3000\b", f"127.0.0.1:{self._coordinator.http_port}"),
-            (r"\b(localhost|127\.0\.0\.1|coordinator):50051\b", f"127.0.0.1:{self._coordinator.grpc_port}"),
-        ):
-            text = re.sub(pattern, value, text)
+        text = re.sub(r"(?<![\w/])/(nvme|backups)/", rf"{self._folder}/\1/", text)
+        text = re.sub(r"\b([A-Z_]+)=\.\.\.(?=\s)", r'\1="$\1"', text)
+        for pattern, value in self._addresses.items():
+            text = re.sub(rf"\b(?:{pattern})\b", value, text)
         return text
 
     def expect(self, lines: list[str], *, where: str, exact: bool = False) -> None:
@@ -230,40 +244,62 @@ def console(text: str) -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def session(page: str, blocks: list[Block], folder: Path) -> Iterator[Session]:
-    work = folder / "page"
-    work.mkdir()
+    work, home = folder / "page", folder / "home"
+    for each in (work / "backups", home):
+        each.mkdir(parents=True)
     for name in LINKED:
         (work / name).symlink_to(ROOT / name)
     with contextlib.ExitStack() as stack:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("STRATA_", "AWS_"))}
         env |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}",
-            "PYTHONPATH": f"{work}{os.pathsep}{ROOT}",
+            "PYTHONPATH": os.pathsep.join(map(str, (work, ROOT / "src", ROOT))),
+            "HOME": str(home),
             "TEST_ROOT": str(ROOT),
             "STRATA_CACHE_DIR": str(folder / "cache"),
             "LAST_TASK": str(folder / "last_task"),
+            "NEWEST_ID": "import json, sys; print(json.load(sys.stdin)[-1]['id'])",
             "OMP_NUM_THREADS": "1",
             "NO_COLOR": "1",
             "COLUMNS": "200",
         }
+        addresses = {}
         text = "\n".join(block.text for block in blocks)
         if buckets := set(re.findall(r"(?:s3://|--s3-bucket )([\w-]+)", text)):
             server = stack.enter_context(seaweed(folder / "seaweed"))
             env |= server.environment()
+            addresses[r"http://127\.0\.0\.1:9000"] = server.endpoint
             for bucket in buckets:  # They come into being with the first object in them.
                 open_store(f"s3://{bucket}", **server.options()).put("made-by-the-test", b"")
-        coordinator = Coordinator(folder / "coordinator", env={**env, "STRATA_LAUNCHER": "local"}).start()
+        if re.search(r"\betcdctl |etcd-host:2379", text):
+            etcd = EtcdServer(folder)
+            stack.callback(etcd.stop)
+            etcd.start()
+            env["ETCDCTL_ENDPOINTS"] = addresses["etcd-host:2379"] = etcd.endpoint
+        if "start_etcd.sh" in text:
+            env |= {"ETCD_PORT": str(free_port()), "ETCD_PEER_PORT": str(free_port())}
+            addresses["localhost:2379"] = f"127.0.0.1:{env['ETCD_PORT']}"
+            stop = [str(ROOT / "scripts" / "start_etcd.sh"), "stop"]
+            stack.callback(subprocess.run, stop, env=env, check=True, stdout=subprocess.DEVNULL)
+        coordinator = Coordinator(home / ".strata", env={**env, "STRATA_LAUNCHER": "local"}).start()
         stack.callback(coordinator.stop)
         env |= {"STRATA_API_URL": coordinator.url, "TEST_COORDINATOR": coordinator.address}
         env |= {"STRATA_DATA_DIR": str(coordinator.data_dir)}
-        running = Session(work, env=env, coordinator=coordinator)
+        addresses[r"https?://(?:localhost|127\.0\.0\.1|coordinator|host):3000"] = coordinator.url
+        addresses[r"(?:localhost|127\.0\.0\.1):3000"] = f"127.0.0.1:{coordinator.http_port}"
+        addresses[r"(?:localhost|127\.0\.0\.1|coordinator|host|head):50051"] = coordinator.address
+        running = Session(
+            work,
+            cwd=ROOT if page == "CONTRIBUTING.md" else work,
+            env=env,
+            coordinator=coordinator,
+            addresses=addresses,
+        )
         stack.callback(running.stop_tasks)
         stack.callback(running.end)
-        setup = (
-            SETUPS
-            / f"{page.removesuffix('.md').removeprefix('docs/').replace('/', '_').replace('-', '_')}.py"
-        )
-        if setup.exists():  # As a module, so that processes that a block starts find what is in it.
+        name = page.removesuffix(".md").removeprefix("docs/").replace("/", "_").replace("-", "_")
+        if (setup := SETUPS / f"{name}.py").exists():
+            # As a module, so that processes that a block starts find what is in it.
             (work / "page_setup.py").write_text(running.replaced(setup.read_text()))
             running.python("from page_setup import *", where=str(setup))
         yield running

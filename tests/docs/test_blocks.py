@@ -1,6 +1,6 @@
-"""Every block and every command of README.md and docs/ is executed, or parsed with a reason why not. None is skipped.
+"""Every block and every command of the documentation is executed, or parsed with a reason why not. None is skipped.
 
-What is executed is in `test_tutorials`, `test_concepts` and `test_other_pages`: three, because they take long."""
+What is executed is in `test_tutorials`, `test_concepts`, `test_operating` and `test_other_pages`: four, because they take long."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ def test_a_file_that_is_shown_is_used_by_what_follows(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of_class("parse"), ids=str)
 def test_what_is_not_executed_is_accepted_by_the_programs_it_calls(block: Block, program: Program) -> None:
-    for named in NAMED_TEST.findall(block.about):
-        assert (ROOT / named).is_file(), f"{block.where}: {named} does not exist"
     if block.language == "python":
         compile(block.text, block.where, "exec")
         return
@@ -59,6 +57,32 @@ def test_what_is_not_executed_is_accepted_by_the_programs_it_calls(block: Block,
     checked = subprocess.run([program("bash"), "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, f"{block.where}: {checked.stderr}"
     parse_all(text)
+
+
+def named_tests(block: Block) -> str:
+    """The text of those that its reason names."""
+    return "\n".join((ROOT / named).read_text() for named in NAMED_TEST.findall(block.about))
+
+
+@pytest.mark.parametrize("block", [each for each in of_class("parse") if named_tests(each)], ids=str)
+def test_a_test_that_is_said_to_run_a_command_has_its_words(block: Block) -> None:
+    """Each command of Strata's has a word of its own there, in quotes or as an option or a file; of others one does."""
+    tests = named_tests(block)
+
+    def is_there(words: list[str]) -> bool:
+        return any(
+            f'"{word}"' in tests if word.isalnum() else re.split("[/=]", word)[-1] in tests for word in words
+        )
+
+    lines = list(commands.command_lines(block.text))
+    missing = [words for words in lines if words[0] == "strata" and not is_there(words[1:])]
+    assert missing == []
+    assert any(is_there(words) for words in lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    assert [name for name in NAMED_TEST.findall(page.read_text()) if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("block", of_class("valid", "rejected"), ids=str)
@@ -87,11 +111,10 @@ def test_a_command_named_in_a_sentence_exists_and_takes_these_arguments(page: st
         commands.parse(["strata", *words])
 
 
-@pytest.mark.parametrize(
-    "sample", [block for block in of_class("sample") if NAMED_TEST.search(block.about)], ids=str
-)
-def test_a_sample_names_a_test_that_exists(sample: Block) -> None:
-    assert all((ROOT / named).is_file() for named in NAMED_TEST.findall(sample.about))
+@pytest.mark.parametrize("sample", of_class("sample"), ids=str)
+def test_a_sample_names_a_test_that_looks_for_some_of_it(sample: Block) -> None:
+    tests = named_tests(sample)
+    assert any(words in tests for words in re.findall(r"(?=\b([a-z]{2,}\W+[a-z]{2,})\b)", sample.text))
 
 
 # --- what reads configurations ---
@@ -196,6 +219,7 @@ def test_every_block_has_a_class(block: Block) -> None:
         "```text\nwithout a class\n```\n",
         "```yaml\na: 1\n```\n",
         "<!-- parse -->\n```bash\nwithout a reason\n```\n",
+        "<!-- run: 2 → 1 -->\n```bash\nls\n```\n",
         "<!-- skip: because -->\n```bash\nls\n```\n",
         "<!-- output -->\n```python\nprint(1)\n```\n",
         "```bash\nwithout an end\n",
@@ -203,7 +227,7 @@ def test_every_block_has_a_class(block: Block) -> None:
 )
 def test_a_block_without_a_class_is_an_error(text: str) -> None:
     with pytest.raises(Unclassified):
-        list(blocks("page.md", text))
+        [block.executed for block in blocks("page.md", text)]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +240,7 @@ def test_a_block_without_a_class_is_an_error(text: str) -> None:
         "strata torchrun --workers=2 train.py",
         "torchrun --nnode-count=2 train.py",
         "make demonstration",
+        "pip install 'strata-runtime[torch,s4]'",
         "./scripts/launch.sh",
         "export A=1 && strata worker",
         "STRATA_LOG=debug strata serve --verbose",

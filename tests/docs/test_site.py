@@ -55,7 +55,7 @@ def test_a_figure_shows_what_its_table_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"],
+    [*PAGES, ROOT / "CHANGELOG.md"],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_links_of_a_page_work_in_the_repository(page: Path) -> None:

@@ -115,8 +115,8 @@ def test_every_place_that_shows_a_version_shows_the_same(wheel: Path) -> None:
     assert re.fullmatch(rf"{re.escape(strata.__version__)} - (unreleased|20\d\d-[01]\d-[0-3]\d)", newest)
     tags = {
         tag
-        for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
-        for tag in re.findall(r"image: strata-\w+:(\S+)", path.read_text())
+        for path in [*ROOT.glob("deploy/kubernetes*/*.yaml"), ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+        for tag in re.findall(r"\bstrata-(?:coordinator|worker):(\S+)", path.read_text())
     }
     kustomization = yaml.safe_load((ROOT / "deploy/kubernetes/kustomization.yaml").read_text())
     assert tags | {image["newTag"] for image in kustomization["images"]} == {strata.__version__}

@@ -38,6 +38,7 @@ def test_another_local_user_needs_a_token_and_learns_how_to_get_one(shared: Coor
         for method, path in (("GET", "/api/workers"), ("GET", "/api/events"), ("POST", "/api/tasks/x/stop")):
             status, answer = ask(port, path, method=method)
             assert (status, answer["code"]) == (401, "forbidden"), path
+            assert "token is required" in answer["message"]
             assert f"user {UID}" in answer["message"]
             assert "strata token create" in answer["hint"]
         assert ask(port, "/api/health")[0] == 200

@@ -9,6 +9,15 @@ import torch
 
 root = Path(os.environ["TEST_ROOT"])
 shutil.copy(root / "examples/configs/small.yaml", "config.yaml")
+Path("train.py").write_text(
+    """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.parse_args()
+"""
+)
 Path("data").mkdir()
 Path("data/train.jsonl").write_text(json.dumps({"text": "once upon a time"}) + "\n")
 

@@ -30,7 +30,7 @@ from strata.coordinator.journal.space import Space
 from strata.core.messages import DatasetId, DatasetRegistered, DatasetSpec, Event
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
-from tests.harness.etcd_server import EtcdCluster
+from tests.rendezvous.etcd_server import EtcdCluster
 from tests.service.clients import stub
 from tests.support import Coordinator, eventually
 

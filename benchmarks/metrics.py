@@ -33,7 +33,7 @@ from strata.coordinator.metrics.run_history import RunHistory
 from strata.core.telemetry.branches import Start
 from strata.core.telemetry.run_metrics import MetricBatch, MetricRows
 from strata.sinks import SinkRun
-from strata.training.metric_log import MetricLog
+from strata.training.metrics.metric_log import MetricLog
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.outbox import METRICS_KEPT_BYTES, MetricOutbox
 from tests.dashboard.browser import Browser, build_dashboard

@@ -27,10 +27,10 @@ import psutil
 
 import strata
 from benchmarks.environments import environment
+from strata.agent.trace import clear_run, footprints
 from strata.bench.recovery import in_process
 from strata.bench.recovery import suite as recovery
 from strata.bench.table import Row, report
-from strata.training.trace import clear_run, footprints
 
 REQUIREMENTS = {
     "torchft": ["torchft==0.2.0"],

@@ -32,7 +32,7 @@ def torchft(name: str, folder: str) -> None:
     from torch import nn
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-    from strata.training.trace import Footprints
+    from strata.agent.trace import Footprints
 
     group = int(os.environ["REPLICA_GROUP_ID"])
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def nvrx(name: str, folder: str) -> None:
     from nvidia_resiliency_ext import inprocess
     from torch import distributed, nn
 
-    from strata.training.trace import Footprints
+    from strata.agent.trace import Footprints
 
     c10d: Any = distributed  # Its stores are not typed.
     port, started_as = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
@@ -151,7 +151,7 @@ def ray_loop(config: dict[str, str]) -> None:
     from torch import nn
 
     sys.path.insert(0, config["path"])
-    from strata.training.trace import Footprints
+    from strata.agent.trace import Footprints
 
     context = train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,29 @@ def test_the_harness_defines_nothing_that_the_trainer_needs() -> None:
     assert own == []
 
 
+def test_no_two_packages_know_each_other() -> None:
+    """Of what one package imports, directly or through others, nothing imports it."""
+    known: dict[str, set[str]] = {}
+    for module, targets in MODULES.items():
+        package = ".".join(module.split(".")[:2])
+        others = {".".join(target.split(".")[:2]) for target in targets if target.startswith("strata.")}
+        known.setdefault(package, set()).update(others - {package})
+    TopologicalSorter(known).prepare()  # Raises with the packages of a circle.
+
+
 def test_what_runs_in_a_training_process_knows_no_coordinator() -> None:
-    parts = ("core", "stores", "rpc", "checkpoint", "data", "worker", "training", "trainer", "rendezvous")
+    parts = (
+        "core",
+        "stores",
+        "rpc",
+        "checkpoint",
+        "data",
+        "worker",
+        "training",
+        "trainer",
+        "agent",
+        "rendezvous",
+    )
     of = ("elastic_harness", "dtruntime", *(f"strata.{part}" for part in parts))
     assert offenders(of, ("strata.coordinator", "strata.cli", "fastapi", "uvicorn", "starlette")) == []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strata.launch.torchrun_trap import separate_attempts
+from strata.agent.torchrun_trap import separate_attempts
 from strata.lazy_names import lazy_names
 
 __version__ = "0.2.0"
@@ -21,7 +21,7 @@ _HOMES = {
     "DatasetRegistry": "strata.data.shards.registry",
     "ElasticLoader": "strata.data.loading.loader",
     "ElasticSampler": "strata.data.loading.sampler",
-    "Histogram": "strata.training.histogram",
+    "Histogram": "strata.training.metrics.histogram",
     "Mixture": "strata.data.composing.mixture",
     "ShardManager": "strata.data.shards.manager",
     "StorageBackend": "strata.stores",
@@ -54,6 +54,6 @@ if TYPE_CHECKING:
     from strata.launch.context import current_task as current_task
     from strata.stores import StorageBackend as StorageBackend
     from strata.training import elastic as elastic
-    from strata.training.histogram import Histogram as Histogram
+    from strata.training.metrics.histogram import Histogram as Histogram
     from strata.training.recoverable import recoverable as recoverable
     from strata.worker.orchestrator import TrainingOrchestrator as TrainingOrchestrator

@@ -99,13 +99,13 @@ def folder_name(job: str) -> str:
 
 
 NOTED = "imports"
-"""In a run's folder: what a worker has imported (`strata.rendezvous.preload`)."""
+"""In a run's folder: what a worker has imported (`strata.agent.preload`)."""
 VERIFIED_MODULES = "preload"
-"""In a run's folder: what the fork server of the run's next agent here may import (`strata.rendezvous.preload`)."""
+"""In a run's folder: what the fork server of the run's next agent here may import (`strata.agent.preload`)."""
 
 
 def run_folder(job: str, *, root: Path | None = None) -> Path:
-    """Where the processes of one run on this machine leave their timestamps (`strata.training.trace`)."""
+    """Where the processes of one run on this machine leave their timestamps (`strata.agent.trace`)."""
     return _own_folder(memory_root(root), f"strata-run-{os.getuid()}") / folder_name(job)
 
 

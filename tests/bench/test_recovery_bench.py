@@ -39,7 +39,7 @@ import sys
 for name in ("obstore", "fastapi", "uvloop", "omegaconf", "typer", "rich", "yaml", "orjson", "pydantic"):
     sys.modules[name] = None
 import strata.bench.checkpoint.suite, strata.bench.checkpoint.gpu, strata.bench.recovery.gpu, strata.bench.recovery.large_job
-import strata, strata.launch.agent, strata.training.job, strata.rendezvous.warm
+import strata, strata.launch.agent, strata.training.job, strata.agent.warm
 strata.elastic, strata.ElasticLoader, strata.ElasticSampler, strata.CheckpointManager
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from strata import shared_memory
+from strata.agent.trace import Footprints, last_footprint, note_rendezvous
 from strata.checkpoint import CheckpointError, CheckpointManager, Memory, MemoryLimitExceeded, SaveFailed
 from strata.checkpoint.copying.staging import Staging, find_snapshots
 from strata.checkpoint.image.layout import prepare
 from strata.shared_memory import folders_of, forget_jobs, job_folder, memory_root, memory_roots, run_folder
-from strata.training.trace import Footprints, last_footprint, note_rendezvous
 from tests.checkpoint.states import assert_is_step, small_state
 from tests.stores.mounts import small_tmpfs
 from tests.support_programs import program

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from strata.cli.doctor import doctor
 from strata.diagnostics import network
 from strata.stores import open_store
-from tests.harness.etcd_server import EtcdServer, free_port
+from tests.rendezvous.etcd_server import EtcdServer, free_port
 from tests.stores.mounts import small_tmpfs
 from tests.support_seaweed import READER_KEY, WRITER_KEY, seaweed
 

@@ -20,7 +20,7 @@ from strata import TrainingOrchestrator
 from strata.core.telemetry.histograms import PARTS, column
 from strata.core.telemetry.run_details import RunDetails, packed
 from strata.rpc import coordinator_pb2 as pb
-from strata.training.histogram import Histogram
+from strata.training.metrics.histogram import Histogram
 from strata.worker.outbox import MetricOutbox
 from tests.dashboard.browser import Browser
 from tests.support import Coordinator, eventually

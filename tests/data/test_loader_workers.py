@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 from tests.support import eventually
 
 RANK = """

@@ -24,7 +24,7 @@ from typing import Any
 
 from strata.stores import open_store
 from tests.docs.blocks import ROOT, Block
-from tests.harness.etcd_server import EtcdServer, free_port
+from tests.rendezvous.etcd_server import EtcdServer, free_port
 from tests.support import Coordinator
 from tests.support_programs import program
 from tests.support_seaweed import seaweed

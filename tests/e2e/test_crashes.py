@@ -19,7 +19,7 @@ from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
 from strata.shared_memory import run_folder
 from tests.e2e.conftest import StartRun
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(900)

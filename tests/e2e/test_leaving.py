@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from strata.agent.trace import last_footprint, was_saved
 from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get
 from strata.launch.torchrun import Agent
-from strata.training.trace import last_footprint, was_saved
 from tests.e2e.conftest import StartRun
 from tests.support import eventually, run_in
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.example_runs import killed_twice
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 
 
 @pytest.mark.timeout(600)

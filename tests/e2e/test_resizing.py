@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from strata.agent.trace import last_footprint
 from strata.chaos.report import loss_of
 from strata.chaos.run import ChaosRun
 from strata.checkpoint.manager import CheckpointManager
 from strata.cli.common import get
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET
-from strata.training.trace import last_footprint
 from tests.e2e.conftest import StartRun
 from tests.support import eventually
 

@@ -18,7 +18,7 @@ from strata.checkpoint.dcp import StrataStorageReader
 from strata.data.history import audit_epochs
 from strata.launch.sample_job import DATASET, SampleJob
 from tests.e2e.example_runs import killed_twice
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
+from strata.agent.trace import last_footprint, was_saved
 from strata.checkpoint.manager import CheckpointManager
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
 from strata.shared_memory import forget_jobs, job_folder, remove_tree
 from strata.stores import open_store
-from strata.training.trace import last_footprint, was_saved
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 from tests.stores.mounts import small_tmpfs
 from tests.support import eventually, run_in
 from tests.support_forks import ForkedProcess, ForkServer

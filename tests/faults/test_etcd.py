@@ -22,7 +22,7 @@ from strata.coordinator.journal.space import Space
 from strata.core.messages import ValueSwapped
 from strata.etcd import encode
 from strata.rpc import coordinator_pb2 as pb
-from tests.harness.etcd_server import EtcdCluster, EtcdServer
+from tests.rendezvous.etcd_server import EtcdCluster, EtcdServer
 from tests.service.clients import stub
 from tests.service.test_failover import SLOW_MACHINE_S, Load, Pair, role, status
 from tests.support import eventually

@@ -24,7 +24,7 @@ from strata.errors import StrataError
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import TorchrunSpec
 from strata.shared_memory import forget_jobs
-from tests.harness.etcd_server import EtcdCluster
+from tests.rendezvous.etcd_server import EtcdCluster
 from tests.service.clients import metric
 from tests.service.fleet import Fleet
 from tests.service.relay import RelayProcess

@@ -16,7 +16,7 @@ from strata import TrainingOrchestrator, api
 from strata.chaos.clients import Clients
 from strata.worker.errors import CoordinatorUnavailable
 from tests.cli.running import strata
-from tests.harness.etcd_server import EtcdCluster
+from tests.rendezvous.etcd_server import EtcdCluster
 from tests.service.test_failover import SLOW_MACHINE_S, Pair
 from tests.support import Coordinator, eventually
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from elastic_harness import agent
 from elastic_harness.agent import ElasticTrainingConfig, WorldInfo
 from elastic_harness.errors import ConfigurationError, DistributedSetupError, TopologyChangeError
-from tests.harness.etcd_server import free_port, port_of_nobody
+from tests.rendezvous.etcd_server import free_port, port_of_nobody
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.etcd_server import EtcdServer, free_port
+from tests.rendezvous.etcd_server import EtcdServer, free_port
 from tests.support import eventually
 from tests.support_programs import program
 

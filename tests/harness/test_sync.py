@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 
 PROGRAM = textwrap.dedent("""
     import os, signal

@@ -33,7 +33,7 @@ from strata.integrations.lightning import (
 from strata.integrations.loading import CannotPromise, batches_of
 from strata.sinks import Sink, SinkRows, SinkRun
 from strata.training.job import ElasticOptions
-from strata.training.sharding import UnsupportedSharding
+from strata.training.sharded.kinds import UnsupportedSharding
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from strata.torch_compat.stores import TCPStore
-from tests.harness.etcd_server import free_port
+from tests.rendezvous.etcd_server import free_port
 from tests.support import Coordinator, eventually
 from tests.tasks.conftest import Tasks
 

@@ -19,9 +19,9 @@ from strata.core.messages import TaskId
 from strata.launch.protocol import Exited, LaunchPlan, Lost, Observation, Output
 from strata.launch.ray.launcher import RayLauncher
 from strata.launch.ray.messages import RayOptions
-from tests.harness.etcd_server import EtcdServer
 from tests.launch.ray_cluster import ENVIRONMENT, RayCluster, kept, ray_cluster
 from tests.launch.test_ray import segments, stop, with_mark
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.service.test_failover import Pair, status
 from tests.support import Coordinator, eventually
 

@@ -12,8 +12,8 @@ import pytest
 from strata.launch.sample_job import SampleJob
 from strata.shared_memory import forget_jobs
 from tests.cli.running import strata
-from tests.harness.etcd_server import EtcdServer
 from tests.launch.slurm_cluster import slurm
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.service.test_failover import Pair
 from tests.support import Coordinator, eventually
 

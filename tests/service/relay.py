@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from strata.rendezvous.session_relay import SessionRelay
+from strata.agent.session_relay import SessionRelay
 
 
 class RelayProcess:

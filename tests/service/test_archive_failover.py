@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from strata import TrainingOrchestrator
 from strata.rpc import coordinator_pb2 as pb
 from strata.worker.outbox import MetricOutbox
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.service.test_failover import Pair
 from tests.support import Coordinator, eventually
 from tests.support_seaweed import seaweed

@@ -13,7 +13,7 @@ from strata.coordinator.journal.etcd import EtcdJournal, EtcdLocation, hold, par
 from strata.coordinator.journal.protocol import JournalError
 from strata.coordinator.journal.space import Space
 from strata.etcd import EtcdAddress, EtcdClient, encode, tls_context
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.service.test_journal_conformance import event
 from tests.service.test_tls import Authority
 from tests.support import Coordinator, eventually

@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from strata.rpc import coordinator_pb2 as pb
-from tests.harness.etcd_server import EtcdCluster
+from tests.rendezvous.etcd_server import EtcdCluster
 from tests.service.clients import stub, trailers_of
 from tests.support import Coordinator, eventually
 

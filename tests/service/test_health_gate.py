@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from strata.agent.health_gate import is_suspicious, mode
 from strata.core.faults.failures import Failure, WorkerError
 from strata.core.messages import ReportHealth
 from strata.diagnostics import health
-from strata.rendezvous.health_gate import is_suspicious, mode
 from strata.rpc.cas import CoordinatorCasClient
 from tests.support import Coordinator, as_machine, may_name_machines
 from tests.training.test_drain import STEPS, Machines

@@ -24,7 +24,7 @@ from strata.core.leadership import Record
 from strata.core.messages import DatasetId, DatasetRegistered, DatasetSpec, Event, ValueSwapped
 from strata.etcd import EtcdClient, LeaseLost, encode
 from tests.cli.running import strata
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 
 
 def event(number: int) -> Event:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strata.coordinator.auth.etcd_tokens import TokensUnreachable
 from strata.coordinator.auth.tokens import Merged, Token, TokenStore, merge
 from tests.cli.running import strata
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.service.test_failover import Pair
 from tests.support import Coordinator, eventually
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.etcd_server import EtcdServer
+from tests.rendezvous.etcd_server import EtcdServer
 from tests.support import eventually
 from tests.tasks.conftest import Tasks
 

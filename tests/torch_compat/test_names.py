@@ -19,10 +19,10 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import _common_utils as fsdp
 
 from strata import torch_compat
-from strata.rendezvous.agent import CarefulAgent
+from strata.agent.careful import CarefulAgent
+from strata.agent.regrouping import RegroupingAgent
+from strata.agent.warm import WarmWorkers
 from strata.rendezvous.handler import CasRendezvousHandler
-from strata.rendezvous.regrouping import RegroupingAgent
-from strata.rendezvous.warm import WarmWorkers
 from strata.torch_compat import NAMES, OPTIONAL, UnsupportedTorch, dtensors, missing, require
 from strata.torch_compat.wrappers import COMPILED, WRAPPERS, is_extra_state, plain_name
 

@@ -11,7 +11,7 @@ import torch
 
 from strata.core.messages import InvalidArgument
 from strata.sinks import Sink, SinkRows, SinkRun
-from strata.training.metric_log import MetricLog
+from strata.training.metrics.metric_log import MetricLog
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

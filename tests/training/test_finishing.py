@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from strata.agent.finishing import WorkFinisher
+from strata.agent.regrouping import finish_although_asked_once
 from strata.api import get_facts, get_rows
 from strata.checkpoint.catalog.listing import Catalog
 from strata.checkpoint.catalog.manifest import Manifest
@@ -19,8 +21,6 @@ from strata.checkpoint.copying.staging import MARK_NAME, read_snapshot
 from strata.checkpoint.verify import verify_store
 from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
-from strata.rendezvous.finishing import WorkFinisher
-from strata.rendezvous.regrouping import finish_although_asked_once
 from strata.stores import open_store
 from tests.support import eventually
 from tests.support_seaweed import seaweed

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import strata
+from strata.agent.trace import GeneratorTrace, generators
 from strata.checkpoint.copying import staging
 from strata.core.jobs.live import Frozen
 from strata.data.loading.steps import Batch
 from strata.training import live, rng
-from strata.training.trace import GeneratorTrace, generators
 from tests.training.loops import Crash, Loop, crash
 
 

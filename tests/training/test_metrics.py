@@ -22,8 +22,8 @@ from strata.core.messages import InvalidArgument
 from strata.core.telemetry.histograms import PARTS, PERCENTS, buckets
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import MLflow, Sink, SinkRows, SinkRun, TensorBoard, WeightsAndBiases
-from strata.training.histogram import SAMPLED, Histogram
-from strata.training.metric_log import MetricLog
+from strata.training.metrics.histogram import SAMPLED, Histogram
+from strata.training.metrics.metric_log import MetricLog
 from strata.worker import outbox as outbox_module
 from strata.worker.outbox import MetricOutbox
 from tests.support import Coordinator, eventually

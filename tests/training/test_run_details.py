@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strata.core.telemetry.logtext import REDACTED
-from strata.training.run_details import checked_out, gathered, without_secrets
+from strata.training.metrics.run_details import checked_out, gathered, without_secrets
 
 
 def test_the_commit_and_branch_of_a_checkout_are_read_from_its_files(

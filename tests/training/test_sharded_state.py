@@ -34,7 +34,7 @@ from strata.checkpoint.sharded.restoring import ShardedSource
 from strata.stores import open_store
 from strata.stores.faulty import FaultyStore, Operation
 from strata.training import ElasticJob, ElasticOptions
-from strata.training.shards import ShardedState
+from strata.training.sharded.shards import ShardedState
 from strata.training.state import TrainingState
 from tests.training.loops import Crash, steps_in
 from tests.training.shard_script import Block, Ema, full

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.utils.data import TensorDataset
 
 import strata
-from strata.training.sharding import UnsupportedSharding, refuse_unsupported
+from strata.training.sharded.kinds import UnsupportedSharding, refuse_unsupported
 
 # What torch imports for FSDP1 and ZeRO uses parts of itself that it wants to remove.
 pytestmark = [

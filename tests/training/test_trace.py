@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from strata.agent.trace import KEPT_S, clear_old_runs, note_rendezvous
 from strata.shared_memory import run_folder
-from strata.training.trace import KEPT_S, clear_old_runs, note_rendezvous
 
 HOLD = """
 import sys

@@ -12,8 +12,8 @@ import torch
 
 from strata.core.telemetry.run_metrics import DISK_FREE
 from strata.training.job import ElasticOptions
-from strata.training.metric_log import fullest
-from strata.training.utilization import PEAK_FLOPS, gradient_norm, model_flops_utilization, peak_flops
+from strata.training.metrics.metric_log import fullest
+from strata.training.metrics.utilization import PEAK_FLOPS, gradient_norm, model_flops_utilization, peak_flops
 from tests.training.loops import Loop
 from tests.training.test_metrics import Collected
 

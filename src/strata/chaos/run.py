@@ -1,6 +1,6 @@
 """A job of our own, with faults injected at intervals, watched step by step.
 
-Steps are read from the timestamps that workers leave in shared memory (`strata.training.trace`), so the recovery time
+Steps are read from the timestamps that workers leave in shared memory (`strata.agent.trace`), so the recovery time
 runs from the signal to the first step that had never been made before, whoever makes it.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from strata.agent.trace import footprints, last_footprint
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import Agent, TorchrunSpec
-from strata.training.trace import footprints, last_footprint
 
 POLL_S = 0.01
 FIRST_STEP_S = 180.0

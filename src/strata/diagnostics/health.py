@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from strata.rendezvous.evidence import DRIVER, device_faults
+from strata.devices import DRIVER, device_faults
 
 GROUP = "strata.health_checks"
 """Of entry points."""

@@ -52,7 +52,7 @@ from strata.sinks import Sink
 from strata.stores import Store, StoreError, open_store
 from strata.training.exchange import rank_and_world
 from strata.training.job import ElasticJob, ElasticOptions
-from strata.training.sharding import UnsupportedSharding
+from strata.training.sharded.kinds import UnsupportedSharding
 
 try:
     from lightning_fabric.plugins import CheckpointIO

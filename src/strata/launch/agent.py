@@ -3,7 +3,7 @@
     python -m strata.launch.agent [torchrun's flags] (-m MODULE | SCRIPT) [ARGUMENTS]
 
 Every flag the user gives wins; see `arguments` for what holds without. Workers are forked with torch in place
-(`strata.rendezvous.warm`): the server that forks them imports torch at the same time as the agent does, so the first start
+(`strata.agent.warm`): the server that forks them imports torch at the same time as the agent does, so the first start
 is not delayed. When the agent is done both leave at once: Python takes seconds to take torch apart, while somebody waits
 for the end. A run that fails ends with the script's own traceback and its exit status.
 """
@@ -46,7 +46,7 @@ def _run(words: Sequence[str]) -> int:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     if may_be_warm(words):
-        from strata.rendezvous.preload import preload
+        from strata.agent.preload import preload
 
         preload(run_named(words))
         forkserver.ensure_running()

@@ -29,22 +29,16 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from strata.agent import POLICY_VARIABLE, run_policy
+from strata.agent.health_gate import HEALTH_VARIABLE
+from strata.agent.health_gate import mode as health_mode
+from strata.agent.notices import chosen as chosen_notices
 from strata.core.faults.restarts import PolicyError
 from strata.environment import nodes_wanted
-from strata.rendezvous import (
-    LOOPBACK,
-    LOOPBACK_ONLY,
-    POLICY_VARIABLE,
-    TORCHRUN_ENVIRONMENT,
-    rdzv_conf,
-    run_policy,
-)
-from strata.rendezvous.health_gate import HEALTH_VARIABLE
-from strata.rendezvous.health_gate import mode as health_mode
-from strata.rendezvous.notices import chosen as chosen_notices
+from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 if TYPE_CHECKING:
-    from strata.rendezvous.notices import NoticeWatch
+    from strata.agent.notices import NoticeWatch
 
 MAX_RESTARTS = 1000
 MONITOR_S = 0.1
@@ -228,9 +222,9 @@ def entrypoint(args: Namespace, command: Any, words: list[str]) -> tuple[Any, li
 
 def launch(words: Sequence[str]) -> int:
     """Parse, run the agent to its end, and return the exit status. What a failed run says last is the script's."""
-    from strata.rendezvous.health_gate import check_alone
-    from strata.rendezvous.regrouping import RegroupingAgent
-    from strata.rendezvous.warm import warm_up
+    from strata.agent.health_gate import check_alone
+    from strata.agent.regrouping import RegroupingAgent
+    from strata.agent.warm import warm_up
 
     args = parse(words)
     if not (args.module or args.no_python or os.path.exists(args.training_script)):
@@ -251,8 +245,8 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _watch_notices(args: Namespace) -> NoticeWatch | None:
-    from strata.rendezvous.agent import coordinator_of_run
-    from strata.rendezvous.notices import watch
+    from strata.agent.careful import coordinator_of_run
+    from strata.agent.notices import watch
 
     endpoint = args.rdzv_endpoint if args.rdzv_backend == "strata" else ""
     return watch(coordinator_of_run() or endpoint)
@@ -265,7 +259,7 @@ def _launch(args: Namespace) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
-    from strata.training.trace import forget_rendezvous
+    from strata.agent.trace import forget_rendezvous
 
     try:
         config, command, command_words = config_from_args(args)
@@ -274,7 +268,7 @@ def _launch(args: Namespace) -> int:
     except ChildFailedError as error:
         return _report_failure(error)
     except SignalException as error:
-        from strata.rendezvous.agent import CarefulAgent
+        from strata.agent.careful import CarefulAgent
 
         if CarefulAgent.given_up is not None:
             print(f"strata torchrun: this machine leaves the run: {CarefulAgent.given_up}", file=sys.stderr)
@@ -288,8 +282,8 @@ def _launch(args: Namespace) -> int:
 
 
 def _report_failure(failed: Any) -> int:
-    from strata.launch.entry import SUPERVISOR_VARIABLE
-    from strata.rendezvous.agent import CarefulAgent
+    from strata.agent.careful import CarefulAgent
+    from strata.agent.supervised import SUPERVISOR_VARIABLE
 
     rank, failure = failed.get_first_failure()
     first, given_up = CarefulAgent.first_failure, CarefulAgent.given_up

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strata.agent.evidence import OomKills
 from strata.core.faults.failures import LINES_KEPT, Failure, WorkerError, root_cause, signal_name
 from strata.core.faults.restarts import Policy, Restarts
 from strata.core.messages import ExitCause
-from strata.rendezvous.evidence import OomKills
 
 USAGE_STATUS = 2
 """A program that ends with it does not accept how it was called: the same call will not do better."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from strata.agent import PRELOAD_VARIABLE
 from strata.launch.recipes import Recipe
-from strata.rendezvous import PRELOAD_VARIABLE
 
 TRAINER = "strata.trainer.train"
 """The module that `torchrun -m` runs."""

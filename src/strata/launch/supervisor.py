@@ -23,16 +23,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from strata.agent import run_policy
+from strata.agent.supervised import SUPERVISOR_VARIABLE
 from strata.core.faults.restarts import Policy, PolicyError
 from strata.core.jobs.finishing import NOT_UPLOADED, UPLOADED
 from strata.core.messages import ExitCause
 from strata.files import write_file
 from strata.launch.causes import TICK_S, Failures
 from strata.launch.cleanup import RUN_VARIABLE, end_processes
-from strata.launch.entry import SUPERVISOR_VARIABLE
 from strata.launch.output import LINE_LIMIT_BYTES, OutputFile
 from strata.processes import end_with_parent, this_process
-from strata.rendezvous import run_policy
 from strata.sockets import is_own_peer, listen_privately
 
 DRAIN_S = 1.0

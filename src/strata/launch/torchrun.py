@@ -18,9 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from strata.agent import PRELOAD_VARIABLE
 from strata.launch.cleanup import is_tracker
 from strata.launch.inherited import inherited
-from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, PRELOAD_VARIABLE, TORCHRUN_ENVIRONMENT, rdzv_conf
+from strata.rendezvous import LOOPBACK, LOOPBACK_ONLY, TORCHRUN_ENVIRONMENT, rdzv_conf
 
 LEAVE_S = 40.0
 """A worker has 25 s for its final checkpoint, torchrun 30 s for its workers."""

@@ -7,12 +7,9 @@ nothing heavy: importing it needs no torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-from strata.core.faults.restarts import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -49,18 +46,6 @@ LOOPBACK_ONLY: Mapping[str, str] = MappingProxyType(
     {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "TP_SOCKET_IFNAME": "lo"}
 )
 """What keeps the connections of a run of one machine off its network: gloo, NCCL and torch's RPC know no passwords."""
-
-PRELOAD_VARIABLE = "STRATA_PRELOAD"
-"""Further modules that warm workers (`strata.rendezvous.warm`) are to find imported, comma separated: the script's own heavy
-ones."""
-
-POLICY_VARIABLE = "STRATA_POLICY"
-"""What the run does after a failure (`strata.core.faults.restarts.Policy`)."""
-
-
-def run_policy() -> Policy:
-    """Raises `PolicyError` with what may be written."""
-    return Policy.parse(os.environ.get(POLICY_VARIABLE, ""))
 
 
 def rdzv_conf(overrides: Mapping[str, object] | None = None) -> str:
@@ -110,13 +95,10 @@ __all__ = [
     "FAST_RECOVERY",
     "LOOPBACK",
     "LOOPBACK_ONLY",
-    "POLICY_VARIABLE",
-    "PRELOAD_VARIABLE",
     "RENDEZVOUS_BACKENDS",
     "SECONDS_NOT_MINUTES",
     "TORCHRUN_ENVIRONMENT",
     "etcd_plugin",
     "rdzv_conf",
-    "run_policy",
     "strata_plugin",
 ]

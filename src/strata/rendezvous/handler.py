@@ -29,15 +29,15 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from strata.agent.trace import forget_rendezvous, note_rendezvous
+from strata.agent.warm import warm_up
 from strata.rendezvous import FAST_RECOVERY, TORCHRUN_ENVIRONMENT
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import CasClient, CasStore, CasValue
-from strata.rendezvous.warm import warm_up
 from strata.rendezvous.worker_store import announce_round_stores, interface_of, network_address, serve
 from strata.torch_compat.elastic import wrap_rendezvous
 from strata.torch_compat.rendezvous import DynamicHandler, Node, State, share_s
 from strata.torch_compat.stores import Store
-from strata.training.trace import forget_rendezvous, note_rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from strata.agent.trace import forget_rendezvous, note_rendezvous
+from strata.agent.warm import warm_up
 from strata.processes import LAUNCH_VARIABLE
 from strata.rendezvous import LOOPBACK, TORCHRUN_ENVIRONMENT
-from strata.rendezvous.warm import warm_up
 from strata.rendezvous.worker_store import announce_round_stores, serve
 from strata.torch_compat.stores import HashStore, Store
-from strata.training.trace import forget_rendezvous, note_rendezvous
 
 
 class LocalRendezvous(RendezvousHandler):

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 
+from strata.agent.health_gate import check_before_joining
+from strata.agent.leaving import LEAVING
 from strata.rendezvous.handler import CasRendezvousHandler, create_cas_handler
-from strata.rendezvous.health_gate import check_before_joining
-from strata.rendezvous.leaving import LEAVING
 from strata.torch_compat.elastic import leave
 from strata.worker.address import coordinator_address
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from strata.launch.torchrun_trap import ROUND_STORES_VARIABLE
+from strata.agent.torchrun_trap import ROUND_STORES_VARIABLE
 from strata.torch_compat.stores import TCPStore, serve_on
 
 logger = logging.getLogger(__name__)

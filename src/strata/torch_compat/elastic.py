@@ -238,7 +238,7 @@ class _Started:
     error_file: str
     """Torch's, for what it raised."""
     report: str
-    """Where it says why it failed (`strata.rendezvous.frames`)."""
+    """Where it says why it failed (`strata.agent.frames`)."""
     returned: Any
 
 

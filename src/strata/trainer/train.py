@@ -22,6 +22,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from strata.agent.trace import Tracer
 from strata.checkpoint.catalog.naming import step_stem
 from strata.checkpoint.errors import SaveFailed
 from strata.core.faults.failures import EXIT_AGAIN
@@ -53,7 +54,6 @@ from strata.trainer.scaling import (
 )
 from strata.trainer.sync import SyncTimer
 from strata.training.job import ElasticJob, ElasticOptions
-from strata.training.trace import Tracer
 
 log = logging.getLogger("strata.trainer")
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from strata.agent.trace import Recovery as Recovery
+    from strata.agent.trace import Tracer as Tracer
     from strata.checkpoint.destinations import Destination
     from strata.data.loading.adapt import AnyData
     from strata.sinks import Sink
@@ -19,15 +21,13 @@ if TYPE_CHECKING:
     from strata.training.job import ElasticOptions as ElasticOptions
     from strata.training.job import Preempted as Preempted
     from strata.training.state import Stateful
-    from strata.training.trace import Recovery as Recovery
-    from strata.training.trace import Tracer as Tracer
 
 _HOMES = {
     "ElasticJob": ".job",
     "ElasticOptions": ".job",
     "Preempted": ".job",
-    "Recovery": ".trace",
-    "Tracer": ".trace",
+    "Recovery": "strata.agent.trace",
+    "Tracer": "strata.agent.trace",
 }
 
 __all__ = sorted([*_HOMES, "elastic"])

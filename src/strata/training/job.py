@@ -38,6 +38,19 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from strata.agent import torchrun_trap
+from strata.agent.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
+from strata.agent.leaving import write_outcome
+from strata.agent.trace import (
+    Footprints,
+    GeneratorTrace,
+    Recovery,
+    Tracer,
+    clear_run,
+    generators,
+    note_saved,
+    was_saved,
+)
 from strata.backoff import Backoff
 from strata.checkpoint import Author, CheckpointManager, Memory, Policy, SaveHandle
 from strata.checkpoint.catalog.manifest import SHARDED, Manifest
@@ -94,29 +107,27 @@ from strata.data.loading.adapt import AnyData, as_elastic_loader
 from strata.data.loading.commits import DataLedger
 from strata.data.loading.loader import ElasticLoader
 from strata.data.loading.steps import Batch
+from strata.devices import device_of
 from strata.errors import StrataError, require_linux
-from strata.launch import torchrun_trap
 from strata.processes import machine_token
-from strata.rendezvous.channel import AGENT_VARIABLE, KEEPS_IMAGES_VARIABLE
-from strata.rendezvous.evidence import device_of
-from strata.rendezvous.leaving import write_outcome
 from strata.shared_memory import folder_name, memory_root, note_run, own_rack
 from strata.sinks import Sink, SinkRun
 from strata.stores.local import LocalStore
 from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
 from strata.training import evaluation, live, rng
-from strata.training.account import TimeAccount
 from strata.training.data_world import DataWorld
 from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
-from strata.training.metric_log import MetricLog, Metrics
+from strata.training.metrics.account import TimeAccount
+from strata.training.metrics.metric_log import MetricLog, Metrics
+from strata.training.metrics.run_details import gathered
+from strata.training.metrics.utilization import gradient_norm, model_flops_utilization, own_peak_flops
 from strata.training.mixture_watch import MixtureWatch
 from strata.training.peer_copies import PeerCopies, machines_with
 from strata.training.preemption import Preemption
 from strata.training.replicas import Replicas
-from strata.training.run_details import gathered
-from strata.training.sharded_job import (
+from strata.training.sharded.job import (
     ShardedJob,
     drop_left_over,
     left_over_images,
@@ -125,20 +136,9 @@ from strata.training.sharded_job import (
     own_slot,
     slot_name,
 )
-from strata.training.sharding import refuse_unsupported
-from strata.training.shards import is_sharded
+from strata.training.sharded.kinds import refuse_unsupported
+from strata.training.sharded.shards import is_sharded
 from strata.training.state import Stateful, TrainingState, plain_optimizer, tensor_bytes
-from strata.training.trace import (
-    Footprints,
-    GeneratorTrace,
-    Recovery,
-    Tracer,
-    clear_run,
-    generators,
-    note_saved,
-    was_saved,
-)
-from strata.training.utilization import gradient_norm, model_flops_utilization, own_peak_flops
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 from strata.worker.outbox import MetricOutbox

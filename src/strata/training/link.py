@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from strata.agent.trace import Recovery
 from strata.backoff import Backoff
 from strata.checkpoint.catalog.manifest import CheckpointId
 from strata.checkpoint.events import MEMORY, CheckpointInfo, Started
@@ -32,7 +33,6 @@ from strata.core.text import as_identifier
 from strata.data.loading.sampler import ElasticSampler
 from strata.errors import StrataError
 from strata.files import is_on_network
-from strata.training.trace import Recovery
 from strata.worker.errors import CoordinatorRefused, CoordinatorUnavailable, StaleWorker
 from strata.worker.orchestrator import TrainingOrchestrator
 from strata.worker.outbox import MetricOutbox

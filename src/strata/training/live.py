@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import distributed
 
+from strata.agent.trace import GeneratorTrace
 from strata.core.jobs.live import Boundary, Device, Facts, Frozen
 from strata.core.jobs.roster import Roster
 from strata.data.loading.loader import ElasticLoader
 from strata.torch_compat.images import copy_all
 from strata.torch_compat.modules import OwnedTensor, plain_tensors, state_tensors, version_of
 from strata.training import rng
-from strata.training.account import TimeAccount
 from strata.training.exchange import is_distributed, rank_and_world
+from strata.training.metrics.account import TimeAccount
 from strata.training.state import TrainingState, unwrap
-from strata.training.trace import GeneratorTrace
 
 if TYPE_CHECKING:
     from strata.training.job import ElasticJob

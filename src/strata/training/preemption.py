@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C mean: save what you have, and leave. Within a deadline, whatever happens; a second Ctrl-C means now.
 
-The deadline is the job's, unless whoever asks has said when the machine goes (`strata.rendezvous.leaving`)."""
+The deadline is the job's, unless whoever asks has said when the machine goes (`strata.agent.leaving`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from strata.agent.leaving import read_deadline
 from strata.core.faults.failures import EXIT_AGAIN
-from strata.rendezvous.leaving import read_deadline
 
 log = logging.getLogger("strata.training")
 

@@ -34,11 +34,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
+from strata.agent.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
+from strata.agent.frames import describe, show
+from strata.agent.supervised import send_output
 from strata.core.jobs.regroup import MAX_IN_PROCESS, TIMEOUT_S, Limits
-from strata.launch.entry import send_output
 from strata.processes import add_output_to
-from strata.rendezvous.channel import ENTRANCE_VARIABLE, KEEPS_IMAGES_VARIABLE, WorkerChannel, worker_channel
-from strata.rendezvous.frames import describe, show
 from strata.torch_compat.aborting import ProcessGroups, change_device, warm_up
 from strata.torch_compat.dtensors import forget_meshes
 from strata.training import live

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
+from strata.agent.frames import report
+from strata.agent.trace import last_step_here
 from strata.core.faults.failures import EXIT_HUNG, HANG, WorkerError
-from strata.rendezvous.frames import report
 from strata.torch_compat.flight_recorder import last_collectives
-from strata.training.trace import last_step_here
 
 log = logging.getLogger("strata.training")
 

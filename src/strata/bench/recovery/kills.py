@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
+from strata.agent.trace import footprints
 from strata.launch.torchrun import Agent
-from strata.training.trace import footprints
 
 POLL_S = 0.01
 

@@ -76,7 +76,7 @@ def _note(folder: Path, recovery: Any, restored_s: float) -> None:
 
 
 def plain(name: str, folder: Path, state_bytes: int, device: str) -> None:
-    from strata.training.trace import Footprints
+    from strata.agent.trace import Footprints
 
     model, optimizer, inputs = build(state_bytes, device)
     checkpoint, step, saved_s = folder / "plain.pt", 0, 0.0

@@ -19,8 +19,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from strata.agent.trace import Footprints
 from strata.data.loading.steps import Batch
-from strata.training.trace import Footprints
 
 SAVE_EVERY = 10
 SNAPSHOT_EVERY = 50

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from strata.agent.trace import clear_run, footprints
 from strata.api import get
 from strata.bench.recovery import in_process
 from strata.bench.recovery.kills import kill_worker
@@ -23,7 +24,6 @@ from strata.chaos.run import ChaosRun
 from strata.launch.coordinator import CoordinatorProcess
 from strata.launch.sample_job import SampleJob
 from strata.launch.torchrun import Agent, TorchrunSpec
-from strata.training.trace import clear_run, footprints
 
 PATIENCE_S = 180.0
 

@@ -5,7 +5,7 @@ leaves although they are tuples. A state that contains itself ends: a container 
 
 Three walks do not go through here, all of the training thread. At every save: `strata.checkpoint.image.state.scan`, which takes a
 quarter of the time, because it looks at the types of a container's nodes instead of at each node; and that of
-`strata.training.shards.Locals`, which keeps what it found of a part that is still the same. At every step: the outline of
+`strata.training.sharded.shards.Locals`, which keeps what it found of a part that is still the same. At every step: the outline of
 `strata.training.live`, which enters objects by their attributes, and is given up where they are nested too deep.
 """
 

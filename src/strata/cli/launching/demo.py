@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from strata.agent.trace import last_footprint
 from strata.cli.common import ago, console, duration, get, size, styled
 from strata.cli.extras import need
 from strata.core.text import counted
@@ -28,7 +29,6 @@ from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
 from strata.launch.sample_job import DATASET, SampleJob
 from strata.launch.torchrun import Agent
-from strata.training.trace import last_footprint
 
 REFRESH_S = 0.5
 LOOK_S = 0.05
@@ -136,10 +136,10 @@ class Demonstration:
         return True
 
     def summarize(self) -> None:
+        from strata.agent.trace import PHASES
         from strata.checkpoint.verify import verify_store
         from strata.data.history import audit_epochs
         from strata.stores import open_store
-        from strata.training.trace import PHASES
 
         found = list(verify_store(open_store(self.job.checkpoints)))
         if not found:

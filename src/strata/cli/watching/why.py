@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 import typer
 from rich.text import Text
 
+from strata.agent.incidents import read_local
 from strata.cli.common import (
     DEFAULT_API,
     Api,
@@ -21,7 +22,6 @@ from strata.cli.common import (
     print_json,
 )
 from strata.errors import StrataError
-from strata.rendezvous.incidents import read_local
 
 STATES = {
     "open": ("not recovered yet", "bold red"),

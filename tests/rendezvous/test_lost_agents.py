@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.torchrun_job import WORLD_S, Job, kill
+from tests.rendezvous.torchrun_job import WORLD_S, Job, kill
 from tests.service.clients import metric
 from tests.support import Coordinator, eventually
 

@@ -3,7 +3,7 @@
 With `torchrun --start-method=forkserver --run-path SCRIPT` workers come from a server process that lives as long as the
 agent. Strata's rendezvous, or `strata.launch.agent`, runs in the agent and prepares both: the server imports beforehand
 what every worker needs, which was most of the time of a recovery, and a second server what the script was seen to import
-(`strata.rendezvous.preload`). Importing starts no thread and opens no device or
+(`strata.agent.preload`). Importing starts no thread and opens no device or
 connection, so what is forked is as good as new; the script in it behaves as it would in a process of its own, to the end.
 Without that start method nothing here has an effect.
 """
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from strata.agent.channel import SLOT_VARIABLE
+from strata.agent.frames import describe, report, script_frames, show
+from strata.agent.preload import SecondServer, note_imports, preload
+from strata.agent.regrouping import RegroupingAgent
+from strata.agent.torchrun_trap import separate_attempts
 from strata.data.loading.workers import end_with_trainer
 from strata.fork_server import let_server_end
-from strata.launch.torchrun_trap import separate_attempts
 from strata.processes import end_with_parent, run_exit_functions, write_line_by_line
-from strata.rendezvous.channel import SLOT_VARIABLE
-from strata.rendezvous.frames import describe, report, script_frames, show
-from strata.rendezvous.preload import SecondServer, note_imports, preload
-from strata.rendezvous.regrouping import RegroupingAgent
 from strata.torch_compat.elastic import WorkerProcesses, use_agent, use_worker_processes
 from strata.torch_compat.groups import outlive_all_reducers
 from strata.torch_compat.stores import join_promptly

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from strata.launch import torchrun_trap
-from tests.harness.etcd_server import free_port
+from strata.agent import torchrun_trap
+from tests.rendezvous.etcd_server import free_port
 from tests.support import eventually
 
 TRAPPED = {
@@ -58,7 +58,7 @@ SEPARATE = """
 import torch.distributed.rendezvous, sys
 before = sys.modules["torch.distributed.rendezvous"]._create_c10d_store
 import strata
-from strata.launch import torchrun_trap
+from strata.agent import torchrun_trap
 print(sys.modules["torch.distributed.rendezvous"]._create_c10d_store is not before, torchrun_trap.warning() is None)
 """
 

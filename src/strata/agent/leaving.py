@@ -23,10 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from strata.agent.channel import AGENT_VARIABLE
 from strata.core.jobs.handover import Handover, Notice, Outcome, Summary, summarize
 from strata.core.messages import JobId, ReportHandover
 from strata.files import write_file
-from strata.rendezvous.channel import AGENT_VARIABLE
 
 log = logging.getLogger("strata.rendezvous")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from strata.agent.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 from strata.shared_memory import folder_name, folders_of, job_folder, run_folder
-from strata.training.trace import KEPT_S, Footprints, last_footprint, note_rendezvous
 
 LONG_AGO_S = time.monotonic() - KEPT_S - 60.0
 

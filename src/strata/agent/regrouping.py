@@ -21,6 +21,19 @@ from typing import Any, Protocol, runtime_checkable
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerState
 
 from strata import locks
+from strata.agent.careful import CarefulAgent
+from strata.agent.channel import (
+    AGENT_VARIABLE,
+    DROPPED,
+    ENTRANCE_VARIABLE,
+    SLOT_VARIABLE,
+    AgentChannel,
+    Message,
+)
+from strata.agent.finishing import WorkFinisher
+from strata.agent.frames import take_report
+from strata.agent.session_relay import SessionRelay
+from strata.agent.trace import note_rendezvous
 from strata.checkpoint.peers.memory import SOCKET_VARIABLE, Meeting, PeerMemory
 from strata.checkpoint.peers.wire import PeerError
 from strata.core.faults.failures import WorkerError, signal_name
@@ -42,22 +55,9 @@ from strata.core.jobs.regroup import (
     StartSpare,
     Take,
 )
-from strata.rendezvous.agent import CarefulAgent
-from strata.rendezvous.channel import (
-    AGENT_VARIABLE,
-    DROPPED,
-    ENTRANCE_VARIABLE,
-    SLOT_VARIABLE,
-    AgentChannel,
-    Message,
-)
-from strata.rendezvous.finishing import WorkFinisher
-from strata.rendezvous.frames import take_report
-from strata.rendezvous.session_relay import SessionRelay
 from strata.rpc.frames import SESSIONS_VARIABLE
 from strata.shared_memory import make_private, remove_empty, run_folder
 from strata.torch_compat.elastic import WorkerProcesses
-from strata.training.trace import note_rendezvous
 
 log = logging.getLogger("strata.rendezvous")
 

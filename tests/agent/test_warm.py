@@ -23,14 +23,14 @@ from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from strata.agent import preload as preload_module
+from strata.agent import warm
+from strata.agent.preload import preload
+from strata.agent.trace import forget_rendezvous
+from strata.agent.warm import WarmWorkers
 from strata.fork_server import ForkServer
-from strata.rendezvous import preload as preload_module
-from strata.rendezvous import warm
-from strata.rendezvous.preload import preload
-from strata.rendezvous.warm import WarmWorkers
 from strata.shared_memory import make_private, run_folder
 from strata.torch_compat.elastic import let_signals_through
-from strata.training.trace import forget_rendezvous
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -297,9 +297,9 @@ def test_an_agent_that_comes_back_to_a_run_imports_what_was_proven_from_the_star
 
 ENDS_EARLY = """
 import json, sys
-from strata.rendezvous.preload import SecondServer
+from strata.agent.preload import SecondServer
 from strata.shared_memory import make_private, run_folder
-from strata.training.trace import forget_rendezvous
+from strata.agent.trace import forget_rendezvous
 run, when = sys.argv[1:]
 folder = run_folder(run)
 make_private(folder, inside=folder.parent)

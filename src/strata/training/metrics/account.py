@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 
+from strata.agent.trace import Footprint, process_start_mono_s
 from strata.core.telemetry.goodput import LIFE_METRIC, METRIC_NAMES, PARTS
-from strata.training.trace import Footprint, process_start_mono_s
 
 _accounts_created = itertools.count()
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from strata.rendezvous.backend import CasRendezvousBackend
 from strata.rendezvous.cas import Token
 from strata.rendezvous.handler import ALREADY, CasRendezvousHandler, create_cas_handler
-from tests.harness.test_rendezvous_state import DictCasClient, backend, node, state_of
+from tests.rendezvous.test_state import DictCasClient, backend, node, state_of
 from tests.support import eventually
 
 PATIENCE_S = 60.0

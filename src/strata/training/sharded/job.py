@@ -40,7 +40,7 @@ from strata.torch_compat.dtensors import local_of
 from strata.training.data_world import DataWorld
 from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
 from strata.training.peer_copies import PeerCopies
-from strata.training.shards import RNG, Locals, ShardedState, is_generator_of
+from strata.training.sharded.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
 
 log = logging.getLogger("strata.training")

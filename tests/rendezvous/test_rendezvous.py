@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from strata.rendezvous.cas import CasStore
 from strata.rendezvous.etcd import EtcdCasClient, create_etcd_v3_handler
 from strata.rendezvous.handler import CasRendezvousHandler
-from tests.harness.etcd_server import EtcdServer, free_port, port_of_nobody
+from tests.rendezvous.etcd_server import EtcdServer, free_port, port_of_nobody
 from tests.support import eventually
 
 pytestmark = pytest.mark.etcd

@@ -26,10 +26,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from strata.agent import PRELOAD_VARIABLE
 from strata.files import write_file
 from strata.fork_server import ForkServer
 from strata.processes import end_with_parent
-from strata.rendezvous import PRELOAD_VARIABLE
 from strata.shared_memory import NOTED, VERIFIED_MODULES, make_private, remove_empty, run_folder
 
 log = logging.getLogger("strata.rendezvous")
@@ -37,12 +37,12 @@ log = logging.getLogger("strata.rendezvous")
 EVERY_WORKER_NEEDS = (
     "torch.distributed.run",
     "torch.nn.parallel",
-    "strata.rendezvous.warm",
+    "strata.agent.warm",
     "strata.training.job",
 )
 SEEN_VARIABLE = "STRATA_SEEN_IMPORTS"
 """To a second server: the file with the names to import, beside which it puts its outcome."""
-SEEN = "strata.rendezvous.seen"
+SEEN = "strata.agent.seen"
 MOST_NAMES = 10_000
 MODULES_LIMIT_BYTES = 60_000
 """They travel on the server's command line."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strata.core.faults.failures import Failure, classify
-from strata.rendezvous.evidence import DeviceWatch
+from strata.devices import DeviceWatch
 
 nvml = pytest.importorskip("pynvml")
 

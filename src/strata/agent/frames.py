@@ -96,6 +96,6 @@ def take_report(error_file: str) -> WorkerError | None:
 
 def _last_step() -> int | None:
     """Of this process; without importing what has not been imported."""
-    trace = sys.modules.get("strata.training.trace")
+    trace = sys.modules.get("strata.agent.trace")
     step: int | None = trace.last_step_here() if trace is not None else None
     return step

@@ -17,15 +17,16 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
+from strata.agent import run_policy
+from strata.agent.evidence import OomKills, last_lines, wall_s
+from strata.agent.frames import read_report
+from strata.agent.health_gate import check_after
+from strata.agent.incidents import IncidentReporter, trimmed
+from strata.agent.leaving import LEAVING
+from strata.agent.supervised import SUPERVISOR_VARIABLE
 from strata.core.faults.failures import LINES_KEPT, Failure, WorkerError, first_failing
 from strata.core.faults.restarts import Restarts, Verdict
-from strata.launch.entry import SUPERVISOR_VARIABLE
-from strata.rendezvous import run_policy
-from strata.rendezvous.evidence import DeviceWatch, OomKills, device_faults, device_of, last_lines, wall_s
-from strata.rendezvous.frames import read_report
-from strata.rendezvous.health_gate import check_after
-from strata.rendezvous.incidents import IncidentReporter, trimmed
-from strata.rendezvous.leaving import LEAVING
+from strata.devices import DeviceWatch, device_faults, device_of
 from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 

@@ -249,7 +249,7 @@ class NoticeWatch:
 def watch(coordinator: str) -> NoticeWatch | None:
     """Of this machine, for its agent, where there is anything to ask. `coordinator` is HOST:PORT, or empty. Raises `ValueError` for a
     setting that means nothing."""
-    from strata.rendezvous.leaving import LEAVING
+    from strata.agent.leaving import LEAVING
 
     provider = chosen()
     if provider is None:

@@ -30,8 +30,8 @@ from strata.core.telemetry.run_metrics import DISK_FREE, DISK_TOTAL, STEP_LIMIT,
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from strata.sinks import Sink, SinkRows, SinkRun
-from strata.training.histogram import Histogram
-from strata.training.scalars import Copied, ScalarCopies
+from strata.training.metrics.histogram import Histogram
+from strata.training.metrics.scalars import Copied, ScalarCopies
 from strata.worker.outbox import MetricOutbox
 from strata.worker.resources import ResourceSampler
 

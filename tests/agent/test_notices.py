@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from strata.rendezvous.notices import (
+from strata.agent.notices import (
     Announced,
     NoticeWatch,
     Provider,

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from strata.agent.trace import Footprint, process_start_mono_s
 from strata.core.telemetry.goodput import LIFE_METRIC, METRIC_NAMES
-from strata.training import account as account_module
-from strata.training.account import TimeAccount
-from strata.training.trace import Footprint, process_start_mono_s
+from strata.training.metrics import account as account_module
+from strata.training.metrics.account import TimeAccount
 
 PAUSE_S = 0.05
 ROUNDING_S = 1e-6

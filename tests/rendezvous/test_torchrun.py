@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.etcd_server import EtcdServer
-from tests.harness.torchrun_job import WORLD_S, Job, kill
+from tests.rendezvous.etcd_server import EtcdServer
+from tests.rendezvous.torchrun_job import WORLD_S, Job, kill
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]  # Torch is imported a dozen times.
 

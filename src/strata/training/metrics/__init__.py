@@ -1,0 +1,1 @@
+"""What a training loop logs, and what a job measures of itself."""

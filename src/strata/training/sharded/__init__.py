@@ -1,0 +1,1 @@
+"""A job whose state is spread over its ranks."""

@@ -453,8 +453,8 @@ def test_copy_overwrites_nothing_and_takes_nothing_from_under_a_coordinator(
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("journal", "is no journal; write sqlite:DATA_DIR or etcd://HOST:PORT"),
-        ("sqlite:", "is no journal"),
+        ("journal", "is not a journal; write sqlite:DATA_DIR or etcd://HOST:PORT"),
+        ("sqlite:", "is not a journal"),
         ("sqlite:/nowhere/at/all", "There is no journal in /nowhere/at/all"),
         ("etcd://u:p@h:1", "does not belong into an address"),
         ("etcd://127.0.0.1:9", "cannot be reached"),

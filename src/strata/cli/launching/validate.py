@@ -163,7 +163,7 @@ def _settings(text: str, overrides: list[str]) -> Any:
     try:
         wrong = [override for override in overrides if "=" not in override]
         if wrong:
-            raise StrataError(f"'{wrong[0]}' is no setting.", hint="Write section.key=value.")
+            raise StrataError(f"'{wrong[0]}' is not a setting.", hint="Write section.key=value.")
         loaded: Any = OmegaConf.create(text)
         if overrides:
             loaded = OmegaConf.merge(loaded, OmegaConf.from_dotlist(overrides))

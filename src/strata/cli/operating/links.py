@@ -15,11 +15,11 @@ from strata.api import leader_url
 from strata.cli.common import DEFAULT_API, Api, AsJson, duration, errors, post_facts, print_json
 from strata.coordinator.auth.principals import Role
 
-AsRole = Annotated[Role, typer.Option(help="What the browser may do; at most what you may.")]
+AsRole = Annotated[Role, typer.Option(help="Role of the browser, at most your own.")]
 
 
 def dashboard_link(role: AsRole = "viewer", api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
-    """A link that signs a browser in to the dashboard: once, within ten minutes."""
+    """Create a link that signs one browser in to the dashboard: once, within ten minutes."""
     made = post_facts(api, "/api/session/links", {"role": role}, having="path")
     link = f"{leader_url(api)}{made['path']}"
     if as_json:

@@ -143,7 +143,7 @@ def test_a_checkpoint_without_data_is_only_a_link() -> None:
 
 def test_unknown_epochs_say_what_is_known() -> None:
     history = History().commit("a", (0, 40))
-    with pytest.raises(LedgerError, match=r"epoch 3 of 'd'\. It knows 'd' epoch 0"):
+    with pytest.raises(LedgerError, match=r"epoch 3 of 'd'\. Known: 'd' epoch 0"):
         audit(history.commits, "d", 3)
     with pytest.raises(LedgerError, match="no data at all"):
         audit([], "d", 0)

@@ -189,7 +189,7 @@ def test_channels_and_rules_are_shown_without_secrets(coordinator: Coordinator) 
     listed = strata("notify", "ls", "--api", coordinator.url)
     assert listed.code == 0
     assert "one@example.org, two@example.org by localhost:" in listed.out
-    assert "no checkpoint for so many times" in listed.out
+    assert "no checkpoint for this many times" in listed.out
     for secret in SECRETS:
         assert secret not in json.dumps(shown) + listed.out
 
@@ -220,7 +220,7 @@ def test_a_loss_of_heartbeats_that_is_nan_is_told_everywhere_and_so_is_its_end(
         assert seen == {key: told[key] for key in seen}
         assert "llm: the loss is NaN" in mail_server.wait().text
         report(worker, 42, 2.0)
-        assert verified(webhooks.wait(of_ops))["title"] == "llm: the loss is back"
+        assert verified(webhooks.wait(of_ops))["title"] == "llm: the loss is back to normal"
         mail_server.wait()
     newest = coordinator.get("/api/notifications?run=llm")
     assert [each["state"] for each in newest] == ["resolved", "raised"]

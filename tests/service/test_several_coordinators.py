@@ -86,7 +86,7 @@ def test_none_that_leads_is_one_message_that_names_each(standby: Standby) -> Non
         text = str(refused.value)
         assert text.startswith("None of the coordinators leads: ")
         assert f"127.0.0.1:{dead}: " in text
-        assert f"{standby.address}: This coordinator is a standby; nobody leads" in text
+        assert f"{standby.address}: This coordinator is a standby; no coordinator leads" in text
         assert isinstance(refused.value, CoordinatorUnavailable), "training continues, as without any"
 
 

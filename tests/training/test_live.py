@@ -206,7 +206,7 @@ def test_a_buffer_that_nobody_has_a_copy_of_makes_a_state_incomplete(tmp_path: P
         in_forward(loop, batch)
 
     leave(loop, 5, first_change)
-    assert loop.job.live_reason == "changed since step 5, and nobody has a copy: '3.seen'"
+    assert loop.job.live_reason == "changed since step 5, without a copy: '3.seen'"
     assert run.saved == []
 
 
@@ -217,7 +217,7 @@ def test_a_parameter_that_was_changed_by_hand_makes_a_state_incomplete(tmp_path:
         raise Crash
 
     loop = leave(sparse(tmp_path / "a"), 5, by_hand)
-    assert loop.job.live_reason == "changed since step 5, and nobody has a copy: '0.weight'"
+    assert loop.job.live_reason == "changed since step 5, without a copy: '0.weight'"
 
 
 def test_a_setting_that_was_changed_since_makes_a_state_incomplete(tmp_path: Path, run: Run) -> None:

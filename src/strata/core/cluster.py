@@ -272,7 +272,7 @@ class Cluster:
                 return Accepted(reason=command.reason)
             case EndHang():
                 _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
-                return Accepted(reason=f"step {command.step:,} was made")
+                return Accepted(reason=f"step {command.step:,} was completed")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)

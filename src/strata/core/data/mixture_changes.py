@@ -187,11 +187,8 @@ def _objection(request: Request, plan: MixturePlan, next_step: int, lead: int) -
     if request.from_step >= next_step:
         return ""
     if request.status == "adopted":
-        return (
-            f"training was rolled back to before step {request.from_step:,} and went through it again while the coordinator "
-            "could not be asked"
-        )
-    return f"step {request.from_step:,} has begun; the first possible step is {next_step + lead:,}"
+        return f"training was rolled back before step {request.from_step:,} and repeated it while the coordinator was unreachable"
+    return f"step {request.from_step:,} has already started; the first possible step is {next_step + lead:,}"
 
 
 # What the API shows ---------------------------------------------------------------------------------------------

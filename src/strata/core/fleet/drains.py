@@ -52,7 +52,7 @@ class Draining(Refused):
     def __init__(self, known: HostDrainStarted, state: State) -> None:
         super().__init__(
             f"The machine '{known.host}' is {state}: {known.reason}.",
-            hint=f"When it may be used again: strata drain {known.host} --cancel",
+            hint=f"To use it again: strata drain {known.host} --cancel",
         )
         self.host = known.host
 
@@ -159,14 +159,14 @@ class Drains:
             return [asked]
         return [
             asked,
-            HostDrained(host=command.host, reason="no agent of it takes part in a run", at_s=now.wall_s),
+            HostDrained(host=command.host, reason="none of its agents is in a run", at_s=now.wall_s),
         ]
 
     def decide_cancel(self, command: CancelDrain, now: Instant) -> HostUndrained:
         checks.name("host", command.host)
         if command.host not in self.hosts:
             known = ", ".join(list(self.hosts)[:10]) or "none"
-            raise Unknown("drained machine", command.host, hint=f"Drained are: {known}.")
+            raise Unknown("drained machine", command.host, hint=f"Drained machines: {known}.")
         return HostUndrained(host=command.host, reason=f"cancelled by {command.by}", at_s=now.wall_s)
 
     def decide_handover(self, command: ReportHandover, job: JobId, now: Instant) -> list[Event]:

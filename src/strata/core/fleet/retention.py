@@ -1,4 +1,4 @@
-"""What the coordinator forgets, and when: tasks that have ended, checkpoints that are gone, barriers that are over.
+"""What the coordinator forgets, and when: tasks that have ended, checkpoints that no longer exist, barriers that are over.
 
 Nothing that anybody can still use is forgotten: a task that waits or runs, a checkpoint that exists, a barrier that is open. What
 was decided long ago is, so that a fleet's state, and with it the journal, stays as large as the fleet is and not as old. Some of each kind
@@ -111,7 +111,7 @@ class Retention:
             tasks=tuple(task.spec.task_id for task in ended),
             checkpoints=tuple(record.checkpoint_id for record in gone),
             barriers=len(rounds),
-            reason=f"old: {len(ended):,} tasks, {len(gone):,} checkpoints that are gone, {len(rounds):,} barriers",
+            reason=f"old: {len(ended):,} tasks, {len(gone):,} checkpoints that no longer exist, {len(rounds):,} barriers",
             at_s=now.wall_s,
         )
 

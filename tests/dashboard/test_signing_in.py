@@ -69,7 +69,7 @@ def test_a_token_signs_in_to_the_page_one_asked_for_and_no_script_can_read_it(vi
     assert visitor.serious() == []
     visitor.fill("Token", "not-a-token-that-anybody-has-ever-had")
     visitor.press("Enter")
-    visitor.see("This is not a token that counts here.", css="[role=alert]")
+    visitor.see("This token is not valid here.", css="[role=alert]")
     visitor.fill("Token", ADMIN)
     visitor.press("Enter")
     visitor.see(role="heading", name="Incidents", exact=True)
@@ -224,7 +224,7 @@ def test_whoever_guesses_is_asked_to_wait(page: Browser, tmp_path: Path) -> None
         page.open("/")
         page.fill("Token", "another guess")
         page.evaluate(GUESS)
-        page.see("There were too many wrong tokens from here.", css="[role=alert]")
+        page.see("Too many wrong tokens came from this address.", css="[role=alert]")
         page.leave()
     finally:
         server.stop()

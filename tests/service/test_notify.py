@@ -360,7 +360,7 @@ def test_messages_call_nobody_and_hold_no_markup_of_others() -> None:
 def test_a_server_that_sends_elsewhere_is_not_followed(webhooks: Webhooks) -> None:
     webhooks.answers.append((302, {"Location": f"{webhooks.url}/elsewhere"}))
     sent = send(Channel(name="a", kind="webhook", url=f"{webhooks.url}/here"), NOTICE)
-    assert sent.error == "it sent us elsewhere, which is not followed (302 Found)"
+    assert sent.error == "it answered with a redirect, which is not followed (302 Found)"
     assert not sent.again
 
 
@@ -407,7 +407,7 @@ def test_a_port_where_nobody_listens_is_worth_another_attempt() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/secret-path"
         sent = send(Channel(name="a", kind="webhook", url=url), NOTICE)
-    assert sent.error == "nobody could be reached there (Connection refused)"
+    assert sent.error == "the address could not be reached (Connection refused)"
     assert sent.again
 
 

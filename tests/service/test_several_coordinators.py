@@ -211,7 +211,7 @@ def test_the_api_says_what_each_answered_when_nobody_leads(
         api.post(f"http://127.0.0.1:{dead},{http_standby.url}", "/api/tasks", {})
     text = str(refused.value)
     assert f"http://127.0.0.1:{dead}: [Errno 111] Connection refused" in text
-    assert f"{http_standby.url}: it is a standby, and knows of no coordinator that leads" in text
+    assert f"{http_standby.url}: it is a standby and knows no leader" in text
 
 
 def test_a_change_that_may_have_arrived_is_not_repeated(shared: Coordinator) -> None:

@@ -114,9 +114,9 @@ export interface ChangeView {
 }
 
 export interface ChangeWeightsBody {
-  /** Shares of some sources; the others divide the rest as they do now */
+  /** New shares of some sources; the others divide the rest as they do now */
   weights: Record<string, number>;
-  /** The first step with them */
+  /** The first step with the new shares */
   from_step: number;
 }
 
@@ -300,7 +300,7 @@ export interface CreateTokenBody {
   name?: string;
   role: "viewer" | "worker" | "operator" | "admin";
   job_id?: string | null;
-  /** 7d, 12h, 30m; or never */
+  /** Lifetime: 7d, 12h, 30m, or never */
   expires?: string;
 }
 
@@ -420,7 +420,7 @@ export interface DeliveryView {
 export interface DrainBody {
   /** As its workers show it */
   host: string;
-  /** Seconds until the machine may be gone */
+  /** Seconds until the machine may be shut down */
   within_s: number;
   reason?: string;
 }
@@ -774,7 +774,7 @@ export interface LinkBody {
 }
 
 export interface LinkView {
-  /** To be put behind the coordinator's address */
+  /** To be appended to the coordinator's address */
   path: string;
   /** In seconds */
   expires_in: number;
@@ -834,7 +834,7 @@ export interface LossView {
 export interface MachineAgents {
   /** As its workers show it */
   host: string;
-  /** Those that hold a stream to this coordinator */
+  /** Those connected to this coordinator */
   agents: number;
 }
 
@@ -955,7 +955,7 @@ export interface RecipeBody {
   schema: Record<string, unknown>;
   needs_dataset: boolean;
   max_workers: number | null;
-  /** When a task does not say; null: one where there are enough */
+  /** Default for tasks that do not set it; null: one per worker if there are enough */
   gpus_per_worker: number | null;
   built_in: boolean;
 }
@@ -1125,9 +1125,9 @@ export interface SeriesView {
 export interface SessionView {
   name: string;
   role: "viewer" | "worker" | "operator" | "admin";
-  /** The only job this credential is about; null: all of them */
+  /** The job this credential is bound to; null: all jobs */
   job_id: string | null;
-  /** Whether a cookie says so, which signing out would end */
+  /** Whether the caller signed in with a cookie, which signing out would end */
   signed_in: boolean;
 }
 

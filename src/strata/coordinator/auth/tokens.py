@@ -112,7 +112,7 @@ def as_role(text: str) -> Role:
     for role in ROLES:
         if role == text:
             return role
-    raise InvalidArgument("role", f"'{text[:40]}' is not one.", hint=f"There are {', '.join(ROLES)}.")
+    raise InvalidArgument("role", f"'{text[:40]}' is not a role.", hint=f"Choose from {', '.join(ROLES)}.")
 
 
 class SharedTokens(Protocol):
@@ -410,6 +410,6 @@ def _private_key(path: Path) -> bytes:
     if len(key) != KEY_BYTES:
         raise TokenFileError(
             f"{path} holds {len(key)} bytes, not a key of {KEY_BYTES}.",
-            hint="Remove it: a new one is made, and tasks that run now can no longer reach the coordinator.",
+            hint="Remove it: a new one is created, and tasks that are running can no longer reach the coordinator.",
         )
     return key

@@ -484,7 +484,7 @@ class RunHistory:
             if not self._failing:
                 self._failing = True
                 log.warning(
-                    "metrics of runs cannot be written to %s, workers keep them meanwhile: %s",
+                    "metrics of runs cannot be written to %s; workers keep them until they can: %s",
                     self.path,
                     error,
                 )
@@ -602,7 +602,7 @@ class RunHistory:
         try:
             self._make_columns(run, is_late=is_late)
         except ValueError as error:
-            log.warning("the history of a run is damaged (%s) and begins anew", error)
+            log.warning("the history of a run is damaged (%s) and starts over", error)
             self._forget(run)
 
     def _make_columns(self, run: int, *, is_late: bool) -> None:

@@ -126,7 +126,7 @@ class TaskRunner:
                 except Unavailable:
                     pass  # The coordinator is stopping, or has too much to do for a moment.
                 except StrataError as error:
-                    outage.met(f"tasks cannot be supervised now: {error}", level=logging.ERROR)
+                    outage.met(f"tasks cannot be supervised: {error}", level=logging.ERROR)
                 except Exception as error:  # A mistake here must not take the coordinator down.
                     text = f"tasks could not be supervised; retrying: {error!r}"
                     outage.met(text, level=logging.ERROR, traceback=True)
@@ -234,11 +234,11 @@ class TaskRunner:
         host = task.where.partition(":")[0]
         if task.where in self._attended:
             self._missed_mono_s.pop(task.where, None)
-            reason = f"attempt {task.attempt} on {host}, where a standby looks after it"
+            reason = f"attempt {task.attempt} on {host}, supervised by a standby"
         elif time.monotonic() - self._missed_mono_s.setdefault(task.where, time.monotonic()) >= AWAY_S:
             reason = (
-                f"attempt {task.attempt} on {host}, whose coordinator is away: it is taken up there when that is back, and "
-                "until then only what its workers report is known"
+                f"attempt {task.attempt} on {host}, whose coordinator is unreachable: until it is back, only what the "
+                "workers report is known"
             )
         else:
             return
@@ -258,7 +258,7 @@ class TaskRunner:
         ):
             return
         cause = ExitCause(
-            kind="lost", message=f"lost: nothing was heard of it, nor of {task.where}", may_retry=False
+            kind="lost", message=f"lost: neither the task nor {task.where} has reported", may_retry=False
         )
         self._post(EndAttempt(task_id=task.spec.task_id, attempt=task.attempt, cause=cause))
 

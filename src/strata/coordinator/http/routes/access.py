@@ -41,8 +41,10 @@ class SessionView(BaseModel):
 
     name: str
     role: Role
-    job_id: str | None = Field(description="The only job this credential is about; null: all of them")
-    signed_in: bool = Field(description="Whether a cookie says so, which signing out would end")
+    job_id: str | None = Field(description="The job this credential is bound to; null: all jobs")
+    signed_in: bool = Field(
+        description="Whether the caller signed in with a cookie, which signing out would end"
+    )
 
 
 class SignInBody(BaseModel):
@@ -61,7 +63,7 @@ class LinkBody(BaseModel):
 
 
 class LinkView(BaseModel):
-    path: str = Field(description="To be put behind the coordinator's address", examples=["/sign-in#code=…"])
+    path: str = Field(description="To be appended to the coordinator's address", examples=["/sign-in#code=…"])
     expires_in: float = Field(description="In seconds")
 
 
@@ -71,7 +73,7 @@ class CreateTokenBody(BaseModel):
     name: str = Field(default="unnamed", min_length=1, max_length=64, examples=["ci"])
     role: Role
     job_id: str | None = Field(default=None, min_length=1, max_length=checks.NAME_LIMIT)
-    expires: str = Field(default="30d", max_length=16, description="7d, 12h, 30m; or never")
+    expires: str = Field(default="30d", max_length=16, description="Lifetime: 7d, 12h, 30m, or never")
 
 
 class TokenView(BaseModel):
@@ -169,7 +171,9 @@ async def revoke_token(gatekeeper: TheGatekeeper, token_id: NameInPath) -> Respo
 async def audit_log(
     audit: TheAuditLog,
     limit: Limit = 100,
-    q: Annotated[str, Query(max_length=256, description="Text that must be in the entry, in any case")] = "",
+    q: Annotated[
+        str, Query(max_length=256, description="Only entries that contain this text, ignoring case")
+    ] = "",
     before: Timestamp = None,
     format: Literal["json", "ndjson"] = "json",
 ) -> Response:

@@ -113,7 +113,7 @@ async def shards(
         raise Unknown(
             "shard plan of dataset",
             dataset_id,
-            hint="A plan exists once a worker has joined, and for the last epochs that were started.",
+            hint="A plan exists once a worker has joined, and only for the last epochs that were started.",
         )
     return json_response(views.shard_plan(cluster, key, offset=offset, limit=limit))
 

@@ -28,7 +28,7 @@ class DrainBody(BaseModel):
         min_length=1, max_length=checks.NAME_LIMIT, description="As its workers show it", examples=["node-7"]
     )
     within_s: float = Field(
-        ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be gone", examples=[90]
+        ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be shut down", examples=[90]
     )
     reason: str = Field(default="", max_length=REASON_LIMIT, examples=["maintenance of rack 4"])
 
@@ -37,7 +37,7 @@ class MachineAgents(BaseModel):
     """A machine that can be drained."""
 
     host: str = Field(description="As its workers show it")
-    agents: int = Field(description="Those that hold a stream to this coordinator")
+    agents: int = Field(description="Those connected to this coordinator")
 
 
 @router.get("/agents", response_model=list[MachineAgents])
@@ -49,7 +49,7 @@ async def agents(runtime: TheRuntime) -> Response:
 
 @router.get("/drains", response_model=list[DrainView])
 async def drains(runtime: TheRuntime) -> Response:
-    """Machines that go or have gone, and what became of the runs on them, in the order in which they were asked to go."""
+    """Machines that are draining or drained, and the outcome for the runs on them, in the order in which they were drained."""
     return json_response((await runtime.engine.settled()).drains.shown())
 
 
@@ -71,7 +71,7 @@ async def drain(runtime: TheRuntime, principal: ThePrincipal, body: DrainBody) -
 
 @router.delete("/drains/{host}", status_code=204, responses=NOT_FOUND)
 async def cancel(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath) -> Response:
-    """Let a machine be used again: start its agents anew. Those that are leaving already are not held up."""
+    """Allow a machine to be used again: restart its agents. Those that are already leaving still leave."""
     await runtime.engine.submit(CancelDrain(host=host, by=principal.name), client=principal.client)
     return Response(status_code=204)
 

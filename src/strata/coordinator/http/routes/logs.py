@@ -28,7 +28,7 @@ router = APIRouter(tags=["logs"])
 
 ENTRY_ID = r"^log_[0-9a-f]{1,16}$"
 EntryId = Annotated[str | None, Query(pattern=ENTRY_ID)]
-Level = Annotated[Literal["debug", "info", "warn", "error"] | None, Query(description="Least severe wanted")]
+Level = Annotated[Literal["debug", "info", "warn", "error"] | None, Query(description="Minimum level")]
 Text = Annotated[
     str | None, Query(max_length=256, description="Text that the message must contain, ignoring case")
 ]

@@ -77,7 +77,7 @@ async def history(
     for name in names:
         if name not in units:
             raise InvalidArgument(
-                "series", f"'{name[:64]}' is not one.", hint=f"There are {', '.join(units)}."
+                "series", f"'{name[:64]}' is not a series.", hint=f"Choose from {', '.join(units)}."
             )
     if worker_id is not None:
         return _of_worker(runtime, worker_id, names, now_s=now_s, since=since, job_id=job_id)
@@ -90,7 +90,7 @@ async def history(
         track = Track(JOB_SERIES)  # It has reported nothing yet, or not since the coordinator has started.
     if track is None:
         raise Unknown(
-            "history of job", job_id or "", hint="It starts when a worker of the job reports metrics."
+            "history of job", job_id or "", hint="It exists once a worker of the job reports metrics."
         )
     by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
     if since is None:

@@ -1,4 +1,4 @@
-"""Notifications over HTTP: what people were told lately, where that goes, and a test of it. No answer holds a secret."""
+"""Notifications over HTTP: recent ones, their channels, and a test of these. No answer holds a secret."""
 
 from __future__ import annotations
 

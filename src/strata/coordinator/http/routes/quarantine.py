@@ -45,6 +45,6 @@ async def quarantine(runtime: TheRuntime, principal: ThePrincipal, body: Quarant
 
 @router.delete("/{host}", status_code=204, responses=NOT_FOUND)
 async def clear(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath) -> Response:
-    """Let a machine be used again: start its agents anew."""
+    """Allow a machine to be used again: restart its agents."""
     await runtime.engine.submit(ClearHost(host=host, by=principal.name), client=principal.client)
     return Response(status_code=204)

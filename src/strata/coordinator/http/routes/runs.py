@@ -47,8 +47,8 @@ Name = Annotated[str, Query(max_length=NAME_LIMIT)]
 Names = Annotated[list[Name], Query(min_length=1, max_length=200, description="Metrics; may be repeated")]
 FirstStep = Annotated[int, Query(alias="from", ge=0, le=STEP_LIMIT, description="First step")]
 LastStep = Annotated[int | None, Query(alias="to", ge=0, le=STEP_LIMIT, description="Last step, included")]
-Price = Annotated[float | None, Query(ge=0, le=1e6, description="Of a GPU-hour, or of a worker-hour")]
-Points = Annotated[int, Query(ge=1, le=10_000, description="At most so many for each metric")]
+Price = Annotated[float | None, Query(ge=0, le=1e6, description="Price of a GPU-hour, or of a worker-hour")]
+Points = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of points per metric")]
 
 
 class NotesBody(BaseModel):
@@ -133,8 +133,8 @@ async def run_series(
     if len(name) * points > POINTS_LIMIT:
         raise InvalidArgument(
             "points",
-            f"is {points:,} for {len(name)} metrics; together at most {POINTS_LIMIT:,} are answered.",
-            hint="Ask for fewer points, or for fewer metrics at a time.",
+            f"is {points:,} for {len(name)} metrics; the limit for one answer is {POINTS_LIMIT:,} points in all.",
+            hint="Request fewer points, or fewer metrics at a time.",
         )
     history = _history(runtime, run)
 
@@ -177,7 +177,9 @@ async def run_cost(
     jobs = [run] if run in known else await _jobs_of(runtime, run)
     jobs = [job for job in jobs if job in known and job_id in (None, job)]
     if not jobs:
-        raise Unknown("run", run, hint="What a run costs is known once its workers report or one has failed.")
+        raise Unknown(
+            "run", run, hint="The cost of a run is known once its workers report or one has failed."
+        )
     price = price_per_gpu_hour if price_per_gpu_hour is not None else prices.of(run)
     if price is None:
         price = next(filter(None, map(prices.of, jobs)), None)
@@ -202,7 +204,7 @@ async def _jobs_of(runtime: Runtime, run: str) -> list[str]:
 
 def _history(runtime: Runtime, run: str) -> RunHistory:
     if runtime.run_history is None:
-        raise Unknown("run", run, hint="This coordinator has no place on disk for metrics; see its log.")
+        raise Unknown("run", run, hint="This coordinator has no disk space for metrics; see its log.")
     return runtime.run_history
 
 

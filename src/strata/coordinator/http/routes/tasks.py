@@ -48,7 +48,7 @@ from strata.launch.recipes import Recipe
 
 router = APIRouter(prefix="/api", tags=["tasks"])
 
-_CONFLICT: Responses = {409: {"model": ErrorBody, "description": "Not while it is in this state"}}
+_CONFLICT: Responses = {409: {"model": ErrorBody, "description": "Not possible in this state"}}
 
 
 class CreateTaskBody(BaseModel):
@@ -90,7 +90,7 @@ class RecipeBody(BaseModel):
     needs_dataset: bool
     max_workers: int | None
     gpus_per_worker: int | None = Field(
-        description="When a task does not say; null: one where there are enough"
+        description="Default for tasks that do not set it; null: one per worker if there are enough"
     )
     built_in: bool
 
@@ -186,13 +186,13 @@ async def _keep_secrets(runtime: Runtime, task_id: str, kept: dict[str, str]) ->
     """Before the task is known: it must not start without."""
     if not kept:
         return
-    hint = "Look at the data directory: is the disk full?"
+    hint = "Check the data directory: is the disk full?"
     if runtime.task_secrets is None:
-        raise Overloaded("This coordinator has no folder to keep secrets in.", hint=hint)
+        raise Overloaded("This coordinator has no folder to store secrets in.", hint=hint)
     try:
         await runtime.task_secrets.keep(task_id, kept)
     except OSError as error:
-        raise Overloaded(f"The task's secrets cannot be kept: {error.strerror}.", hint=hint) from None
+        raise Overloaded(f"The task's secrets cannot be stored: {error.strerror}.", hint=hint) from None
 
 
 async def _answer(runtime: Runtime, task_id: str, wait_s: float) -> TaskAnswer:

@@ -149,7 +149,7 @@ def test_import_says_how_it_has_understood_the_file(tmp_path: Path) -> None:
     assert code == 0, output
     words = " ".join(output.split())
     assert "(pt) as step 1,200" in words
-    assert "The model is what is under 'state_dict'." in words
+    assert "The model is taken from 'state_dict'." in words
     assert "The prefix 'module.' of names is dropped." in words
     assert "It has no optimizer: training starts with a fresh one." in words
     assert "left out: hparams" in words

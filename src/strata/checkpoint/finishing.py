@@ -329,9 +329,9 @@ class _Run:
         now = read_snapshot(image.snapshot.path.parent)
         generation = image.manifest.generation
         if Fence(image.job_folder).newest() > generation or now is None:
-            raise _GivenUp("workers are at work with the image again")
+            raise _GivenUp("workers use the image again")
         if now.manifest.checkpoint_id != image.manifest.checkpoint_id:
-            raise _GivenUp("workers are at work with the image again")
+            raise _GivenUp("workers use the image again")
 
     # --- a sharded state ----------------------------------------------------------------------------------------
 

@@ -279,7 +279,7 @@ class CheckpointManager:
         )
         save.handle.path = save.started.path
         if staged.format == BYTES and not save.stores:
-            raise InvalidSave("Bytes are kept in stores, and this save is for none.")
+            raise InvalidSave("Bytes are saved to stores, and this save names none.")
         self._await(save.handle)
         try:
             self._pipeline.check_space(save)
@@ -566,7 +566,7 @@ class CheckpointManager:
         except SaveFailed:
             if error is None:
                 raise
-            log.exception("a checkpoint had failed as well")
+            log.exception("an earlier checkpoint failed as well")
 
     # The parts of a save
 
@@ -575,7 +575,7 @@ class CheckpointManager:
         if tiers is None:
             return stores
         if unknown := set(tiers) - {MEMORY, *(store.tier for store in stores)}:
-            raise InvalidSave(f"There is no tier {', '.join(sorted(unknown))} here.")
+            raise InvalidSave(f"This job has no tier {', '.join(sorted(unknown))}.")
         return tuple(store for store in stores if store.tier in tiers)
 
     def _free_stem(self, draft: Manifest, stores: Sequence[Store]) -> str:

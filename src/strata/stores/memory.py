@@ -159,7 +159,7 @@ def reclaim_orphans(
     with contextlib.suppress(OSError):
         removed = _remove(Path(shm), lambda job: job != spare and _orphaned(home / job, grace_s))
     for job in removed:
-        log.info("memory://%s: reclaimed, its owners have ended", job)
+        log.info("memory://%s: reclaimed, because its owners have ended", job)
     return removed
 
 

@@ -46,7 +46,7 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
         raise InvalidStoreURL(
             f"{parts.scheme}://…",
             "it contains credentials",
-            instead="them into the environment, not into the URL",
+            instead="them in the environment, not in the URL",
         )
     match parts.scheme:
         case "file":

@@ -126,9 +126,9 @@ class Manifest:
         algorithms = {part.digest.algorithm for part in self.parts}
         if keys is not None and algorithms != {SHA256}:
             raise SigningError(
-                f"The checkpoint {self.checkpoint_id} was hashed with {', '.join(algorithms)}, which can be forged: it cannot "
-                "be signed.",
-                hint=f"Save it again: {KEY_VARIABLE} was set after it was made.",
+                f"The checkpoint {self.checkpoint_id} was hashed with {', '.join(algorithms)}, which can be forged, "
+                "so it cannot be signed.",
+                hint=f"Save it again: {KEY_VARIABLE} was set after it was created.",
             )
         body = {
             "schema": SCHEMA if algorithms <= {XXH3} else SCHEMA_WITH_ALGORITHM,
@@ -196,7 +196,7 @@ def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
         if body["schema"] > READABLE[-1]:
             raise NewerFormat(path=path, what="manifest schema", found=body["schema"], newest=READABLE[-1])
         if body["schema"] not in READABLE:
-            raise Damaged(path=path, reason=f"there is no manifest schema {body['schema']}")
+            raise Damaged(path=path, reason=f"unknown manifest schema {body['schema']}")
         if body["schema"] == 1:
             body |= {"run": "", "lineage": "", "durable_parent": body["lasting_parent"]}
         manifest = Manifest(

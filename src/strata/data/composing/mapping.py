@@ -98,5 +98,5 @@ def flattened(rows: list[Any], read: Callable[[int], Any], ids: Sequence[int], t
             return Kept(found[:1], 0)
     raise DataError(
         f"All samples of a batch were dropped, and so were the next {min(total, LOOKED_AT):,}.",
-        hint="Check the filter: it seems to keep next to nothing.",
+        hint="Check the filter: it drops almost everything.",
     )

@@ -87,7 +87,7 @@ class Mixture(FetchesAhead):
         }
         limits = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         if unknown := sorted(set(limits) - set(sources)):
-            raise MixtureError(f"epochs are given for {unknown[0]!r}, which is no source")
+            raise MixtureError(f"epochs are given for {unknown[0]!r}, which is not a source")
         self.definition = Definition(
             sources=tuple(
                 _source(name, source, limits.get(name), shuffle=shuffle)
@@ -238,7 +238,7 @@ class MixtureOrder:
         if saved.definition != self.plan.definition:
             raise StateMismatch(
                 f"The saved position belongs to another mixture: {_difference(saved.definition, self.plan.definition)}.",
-                hint="Use the same sources, weights, schedule and seed to continue. Weights of a run are changed with: "
+                hint="Use the same sources, weights, schedule and seed to continue. To change the weights of a run: "
                 "strata mixture set RUN NAME=SHARE --from-step STEP.",
             )
         if saved.global_batch_size != self.plan.global_batch_size and (
@@ -281,7 +281,7 @@ def plan_of(state: Mapping[str, Any]) -> MixturePlan:
             definition=definition, changes=changes, global_batch_size=int(state["global_batch_size"])
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise StateMismatch(f"Not the record of a mixture: {error}.") from error
+        raise StateMismatch(f"This is not the record of a mixture: {error}.") from error
 
 
 def _difference(saved: Definition, ours: Definition) -> str:

@@ -70,7 +70,7 @@ class ElasticLoader(WithSampler):
         `dataloader_options` go to PyTorch's `DataLoader` as they are:
         `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor` and the like."""
         if commit not in ("taken", "explicit"):
-            raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
+            raise ValueError(f"commit must be 'taken' or 'explicit', not {commit!r}")
         if dataloader_options.get("in_order") is False:
             raise ValueError("in_order=False would hand out batches in another order than the epoch's")
         # DataLoader draws a seed for its processes at every iteration; from the global generator, a resumed run would
@@ -87,7 +87,7 @@ class ElasticLoader(WithSampler):
         self._loader: DataLoader[Any]
         if self._iterable is not None:
             if sampler is not None:
-                raise ValueError("an ElasticIterableDataset brings its own sampler")
+                raise ValueError("an ElasticIterableDataset has its own sampler")
             self.sampler = self._iterable.sampler
             self._loader = DataLoader(self._iterable, batch_size=None, **dataloader_options)
         else:

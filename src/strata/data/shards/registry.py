@@ -79,7 +79,8 @@ class DatasetRegistry:
             coordinator = self._own = TrainingOrchestrator(coordinator)
         if coordinator is not None and not hasattr(coordinator, "register_dataset"):
             raise TypeError(
-                "coordinator is a TrainingOrchestrator, an address or None, not " + type(coordinator).__name__
+                "coordinator must be a TrainingOrchestrator, an address or None, not "
+                + type(coordinator).__name__
             )
         self._coordinator = coordinator
         self._formats: dict[str, str] = {}
@@ -283,4 +284,4 @@ class DatasetRegistry:
 
     def _alone(self, call: str, instead: str) -> None:
         if self._coordinator is not None:
-            raise StrataError(f"{call} is for a registry alone in its process.", hint=instead)
+            raise StrataError(f"{call} is only for a registry without a coordinator.", hint=instead)

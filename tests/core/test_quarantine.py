@@ -149,7 +149,7 @@ DAMAGED = Failure(
     host="node-9",
     pid=5,
     exit_code=1,
-    error=WorkerError(type="ReplicaDamaged", message="The state of rank 2 changed by itself 3 times"),
+    error=WorkerError(type="ReplicaDamaged", message="The state of rank 2 was corrupted 3 times"),
 )
 
 
@@ -161,7 +161,7 @@ def test_a_machine_that_corrupts_again_and_again_is_out_of_use_whatever_the_poli
         return restarts.failed(failure, lasted_s=100.0, now_s=1.0, can_quarantine=can_quarantine)
 
     assert verdict().quarantine
-    assert "changed by itself 3 times" in verdict().reason
+    assert "was corrupted 3 times" in verdict().reason
     assert verdict("gpu=stop").decision == "stop"
     assert not verdict(failure=ECC).quarantine  # That is the policy's to say.
     alone = verdict(can_quarantine=False)

@@ -244,7 +244,7 @@ def test_who_is_not_asked_to_saves_nothing(tmp_path: Path, run: Run) -> None:
 def test_a_rescue_that_fails_leaves_the_error_and_says_why(tmp_path: Path, run: Run) -> None:
     loop = leave(sparse(tmp_path / "a", snapshot_limit_bytes=10), 5, in_forward)
     assert loop.job.live_reason.endswith(
-        "could not be saved: It is larger than snapshots may be (snapshot_limit_bytes)."
+        "could not be saved: It is larger than the limit for snapshots (snapshot_limit_bytes)."
     )
     assert run.saved == []
 

@@ -492,7 +492,7 @@ def key_problem(section: str, name: str, violation: Violation) -> str:
         case "pattern" if value.startswith("s3://"):
             return f"{name} takes the bare name; put the rest in s3_prefix"
         case "pattern":
-            return f"{name} ({value!r}) is no valid bucket name"
+            return f"{name} ({value!r}) is not a valid bucket name"
         case "exclusiveMinimum":
             return f"{name} ({value}) must be positive"
         case "minimum" if limit == 0:
@@ -578,7 +578,7 @@ def _check_scaling(check: _Check) -> None:
         if target % at_once:
             check.warn(
                 "scaling.target_global_batch_size",
-                f"target_global_batch_size ({target}) is no multiple of batch_size x base_world_size ({at_once}): "
+                f"target_global_batch_size ({target}) is not a multiple of batch_size x base_world_size ({at_once}): "
                 f"each step will take {-(-target // at_once) * at_once} samples",
             )
 
@@ -590,7 +590,7 @@ def _check_checkpoint(check: _Check) -> None:
     if every is not None and snapshot and every % snapshot:
         check.warn(
             "checkpoint.memory_snapshot_interval",
-            f"checkpoint_interval ({every}) is no multiple of memory_snapshot_interval ({snapshot}): "
+            f"checkpoint_interval ({every}) is not a multiple of memory_snapshot_interval ({snapshot}): "
             "the two do not nest, and some steps are copied twice",
         )
     if every is not None and steps is not None and every > steps:

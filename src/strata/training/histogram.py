@@ -68,8 +68,8 @@ def _flat(name: str, values: Any) -> torch.Tensor:
         elif not found.numel():
             what = "has no values."
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"has values that are no numbers: {error}."
+        what = f"has values that are not numbers: {error}."
     if what:
-        raise InvalidArgument(f"histogram '{name}'", what, hint="Give a tensor or an array of numbers.")
+        raise InvalidArgument(f"histogram '{name}'", what, hint="Pass a tensor or an array of numbers.")
     flat = found.reshape(-1)
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.to(torch.float32)

@@ -299,7 +299,7 @@ class ElasticJob:
     ) -> None:
         require_linux()
         if epochs is None and max_steps is None:
-            raise ValueError("say when training ends: epochs, max_steps, or both")
+            raise ValueError("pass epochs, max_steps or both, so that training ends")
         loader = as_elastic_loader(data, global_batch_size=global_batch_size)
         self.options = options or ElasticOptions()
         self.name = job or os.environ.get("STRATA_JOB_ID") or _launch_name() or "default"
@@ -439,9 +439,7 @@ class ElasticJob:
         self._tracer.mark("joined")
         self._data.check_trainable()
         if self._max_steps is None and self._data.sampler.is_endless:
-            raise ValueError(
-                "the sources of this mixture repeat, so it never ends: say when training does, with max_steps"
-            )
+            raise ValueError("the sources of this mixture repeat, so it never ends: pass max_steps")
         self._data_world.join(self._data)
         self._data.commit_explicitly()
         self._preemption = Preemption(
@@ -873,7 +871,10 @@ class ElasticJob:
         state: Any = None
         while isinstance(instruction, LookAgain):
             if instruction.reason and self.rank == 0:
-                announce(logging.WARNING, f"looking again in {instruction.after_s:g} s: {instruction.reason}")
+                announce(
+                    logging.WARNING,
+                    f"looking for checkpoints again in {instruction.after_s:g} s: {instruction.reason}",
+                )
             time.sleep(instruction.after_s)
             instruction = self._protocol.surveyed(self._exchange_surveys(opened))
             if isinstance(instruction, Load | LoadShards | StartAnew):
@@ -1039,7 +1040,7 @@ class ElasticJob:
             if self.rank in load.receivers:
                 state = received
         if state["position"] is None:
-            log.warning("the checkpoint has no data position: data is read from its beginning")
+            log.warning("the checkpoint has no data position: data is read from the start")
         else:
             self._ledger.restore(
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
@@ -1232,8 +1233,8 @@ class ElasticJob:
             loader = as_elastic_loader(data, global_batch_size=self._data.sampler.global_batch_size)
             if loader is self._data:
                 raise DataError(
-                    "The loader that is trained on cannot be evaluated on at the same time.",
-                    hint="Make another one for evaluation, of the same dataset if you like.",
+                    "The training loader cannot be used for evaluation at the same time.",
+                    hint="Create another one for evaluation; it may read the same dataset.",
                 )
             self._evaluated[id(data)] = loader
             self._kept_data.append(data)
@@ -1285,7 +1286,7 @@ class ElasticJob:
             if len(self._taken) >= UNSTEPPED_LIMIT and not self._steps_seen:
                 raise StrataError(
                     f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has not stepped.",
-                    hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
+                    hint="Pass the optimizer that steps, or set ElasticOptions(commit_on='batch').",
                 )
             return False
         self._count_step()
@@ -1466,7 +1467,9 @@ class ElasticJob:
                 self._newest_save.wait(min(self.options.preemption_deadline_s, self._preemption.left_s))
         asked = self._preemption.requested
         who = "asked to stop" if asked else "other ranks were asked to stop"
-        where = "" if is_durable or not self._protocol.destinations else " in memory, for want of time"
+        where = (
+            "" if is_durable or not self._protocol.destinations else " in memory only, because time ran out"
+        )
         announce(logging.INFO, f"{who}: step {self.step:,} is saved{where}, ending")
         if asked:
             write_outcome(
@@ -1753,7 +1756,7 @@ class ElasticJob:
             return
         if self._is_sharded:
             raise StrataError(
-                "compare_every compares copies of one state, and this state is sharded: every rank has a part of its own.",
+                "compare_every compares copies of one state, but this state is sharded: every rank has a different part.",
                 hint="Leave compare_every out.",
             )
         self._replicas = Replicas(self._state, every=self.options.compare_every)
@@ -1767,8 +1770,7 @@ class ElasticJob:
                 self._distrust = str(found)
                 raise ReplicasDiffer(
                     f"{found}.",
-                    hint="Training continues from the newest checkpoint, which all ranks agreed on, when it is started again. "
-                    "Three ranks or more can say which of them is wrong.",
+                    hint="Start it again: training continues from the newest checkpoint, on which all ranks agreed. With three or more ranks, a majority decides which copy is wrong.",
                 )
             if self.rank == 0:
                 announce(logging.ERROR, str(found))
@@ -1782,8 +1784,8 @@ class ElasticJob:
         if self.rank in odd.ranks and (times := self._replicas.repairs[self.rank]) >= REPAIRS:
             self._distrust = f"the state of this rank was replaced {times} times"
             raise ReplicaDamaged(
-                f"The state of rank {self.rank} changed by itself {times} times: its memory or its device is failing.",
-                hint="Take the machine out of use, and test its memory and its GPUs.",
+                f"The state of rank {self.rank} was corrupted {times} times: its memory or its device is failing.",
+                hint="Quarantine the machine, and test its memory and its GPUs.",
             )
 
     def _rescue(self, run: live.LiveRun) -> None:
@@ -1826,7 +1828,7 @@ class ElasticJob:
             world_size=self.world_size,
         )
         if not self._fits(tensor_bytes(state)):
-            raise CheckpointError("It is larger than snapshots may be (snapshot_limit_bytes).")
+            raise CheckpointError("It is larger than the limit for snapshots (snapshot_limit_bytes).")
         with suppress(SaveFailed):
             self._manager.raise_failure()  # Of an earlier save; it is in the log.
         handle = self._manager.save(
@@ -1853,7 +1855,7 @@ class ElasticJob:
 
 
 _REPLICATED = (
-    "The checkpoint holds the state of a model that was not sharded, and this model is. Export it (strata checkpoint export "
+    "The checkpoint holds the state of an unsharded model, but this model is sharded. Export it (strata checkpoint export "
     "--format dcp) and import that into another destination (strata checkpoint import)."
 )
 
@@ -1946,9 +1948,9 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
         )
     if stop.kind == "unloadable":
         return LoadFailed(
-            "There are checkpoints of this run, and none of them can be loaded. Nothing was removed.",
+            "This run has checkpoints, but none of them can be loaded. Nothing was removed.",
             reasons=stop.reasons,
-            hint="Look at them with: strata checkpoint verify. To start over, name another destination.",
+            hint="Check them with: strata checkpoint verify. To start over, choose another destination.",
         )
     if stop.kind == "superseded":
         return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")

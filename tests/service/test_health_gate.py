@@ -194,7 +194,7 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return left, other, product
 
     monkeypatch.setattr(health, "whole_numbers", wrong)
-    with pytest.raises(health.Unfit, match="multiplies matrices wrong"):
+    with pytest.raises(health.Unfit, match="multiplies matrices incorrectly"):
         health.check_processor(health.Findings())
 
 

@@ -231,7 +231,8 @@ def _opened_folder(folder: Folder, path: str, memory: Memory) -> tuple[Any, str]
         return open_state(*find(path), memory=memory), "strata"
     raise InvalidImport(
         f"'{path}' holds no checkpoint of a known format.",
-        hint="A folder written by dcp.save has '.metadata'; a Hugging Face folder has 'model.safetensors' or an index of several.",
+        hint="A folder written by dcp.save has '.metadata'; a Hugging Face folder has 'model.safetensors' or an index of "
+        "several.",
     )
 
 

@@ -330,7 +330,8 @@ def _nothing_trusted(source: Source, listing: Listing) -> StoreError:
         f"{source.place(None)} holds {counted(listing.untrusted, 'checkpoint')}, none signed with an accepted key.",
         tier=source.tier,
         key="",
-        hint=f"Check that {KEY_VARIABLE} is the key of this run. For a run that was not signed so far: {KEY_VARIABLE}=KEYFILE,unsigned.",
+        hint=f"Check that {KEY_VARIABLE} is the key of this run. For a run that was not signed so far: "
+        f"{KEY_VARIABLE}=KEYFILE,unsigned.",
     )
 
 

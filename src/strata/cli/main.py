@@ -115,7 +115,8 @@ def options(
     env_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of environment variables to read, including tokens and addresses. A .env in the working directory is read too, except secrets, addresses and paths."
+            help="File of environment variables to read, including tokens and addresses. A .env in the working directory "
+            "is read too, except secrets, addresses and paths."
         ),
     ] = None,
 ) -> None:

@@ -30,7 +30,7 @@ from strata.worker.address import coordinator_address
 
 SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As `strata.launch.entry` has it, which needs no torch.
 LOOK_S = 1.0
-OUT_OF_RESTARTS = "there are no restarts left"
+OUT_OF_RESTARTS = "no restarts left"
 
 
 class CarefulAgent(Agent):

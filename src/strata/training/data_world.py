@@ -57,7 +57,8 @@ class DataWorld:
                     raise StrataError(
                         f"Ranks {first} and {other} have the same position in the mesh but different data: rank {first} reads "
                         f"{descriptions[first]}, rank {other} {descriptions[other]}.",
-                        hint="Give the loaders of these ranks the same dataset, seed and batch size, or pass in mesh= the dimensions along which they differ.",
+                        hint="Give the loaders of these ranks the same dataset, seed and batch size, or pass in mesh= the "
+                        "dimensions along which they differ.",
                     )
 
     def gather(self, mine: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

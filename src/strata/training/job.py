@@ -1770,7 +1770,8 @@ class ElasticJob:
                 self._distrust = str(found)
                 raise ReplicasDiffer(
                     f"{found}.",
-                    hint="Start it again: training continues from the newest checkpoint, on which all ranks agreed. With three or more ranks, a majority decides which copy is wrong.",
+                    hint="Start it again: training continues from the newest checkpoint, on which all ranks agreed. With "
+                    "three or more ranks, a majority decides which copy is wrong.",
                 )
             if self.rank == 0:
                 announce(logging.ERROR, str(found))

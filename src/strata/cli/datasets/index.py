@@ -24,7 +24,8 @@ def index(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="JSONL, plain text or parquet files, gzipped too; or globs. With --samples, any dataset: files, folders, globs or URLs.",
+            help="JSONL, plain text or parquet files, gzipped too; or globs. With --samples, any dataset: files, folders, "
+            "globs or URLs.",
         ),
     ],
     output: Annotated[

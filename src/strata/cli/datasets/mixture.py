@@ -68,8 +68,8 @@ def set_weights(
         console.print(f"adopted: from step {from_step:,} on, {_text(asked['weights'])}", soft_wrap=True)
     elif asked["status"] == "waiting":
         console.print(
-            f"recorded, not decided yet: the ranks of '{run}' decide at their next check, or when the job starts. See:"
-            f" strata mixture show {run}",
+            f"recorded, not decided yet: the ranks of '{run}' decide at their next check, or when the job starts. See: "
+            f"strata mixture show {run}",
             soft_wrap=True,
         )
     else:

@@ -46,10 +46,9 @@ def restore(
     """Restore a data directory from a backup, and verify it. The directory must be empty or not exist yet."""
     found = restore_backup(file, data_dir)
     console.print(
-        f"Restored {data_dir} as of {timestamp(found.created_at_s)}, from the coordinator on {found.host}. "
-        "Later changes are not included: workers register again by themselves, and checkpoints are found by "
-        "their manifests. Start it with:"
-        f" strata serve --data-dir {data_dir}",
+        f"Restored {data_dir} as of {timestamp(found.created_at_s)}, from the coordinator on {found.host}. Later changes "
+        "are not included: workers register again by themselves, and checkpoints are found by their manifests. Start "
+        f"it with: strata serve --data-dir {data_dir}",
         markup=False,
         soft_wrap=True,
     )

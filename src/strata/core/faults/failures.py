@@ -316,13 +316,15 @@ def fingerprint(failure: Failure | None) -> str:
 ADVICE: Mapping[FailureClass, str] = {
     "user_error": "Fix the program where the traceback points, then start it again: it continues from the newest checkpoint.",
     "oom": "Use a smaller batch or fewer loader workers, shard the model, or give the run more memory.",
-    "gpu": "Check the machine's GPUs (`nvidia-smi -q -d ECC,ROW_REMAPPER`, `dmesg | grep Xid`); if it recurs: strata quarantine add HOST.",
+    "gpu": "Check the machine's GPUs (`nvidia-smi -q -d ECC,ROW_REMAPPER`, `dmesg | grep Xid`); if it recurs: strata "
+    "quarantine add HOST.",
     "network": "Check the errors of the other ranks, then the network between the machines: strata doctor.",
     "storage": "Free space, or check the address and credentials of the destination: strata doctor.",
     "preemption": "Nothing: the run continues when it is scheduled again.",
     "hang": "See in the stacks below what it waits for; `hang_timeout_s` limits how long it may wait.",
     "node_lost": "Check whether the machine is up. The run continues without it; it rejoins when its agent is started.",
-    "unknown": "Check its last output: strata logs --level error. SIGKILL comes from outside: a person, a scheduler or the kernel (`dmesg`).",
+    "unknown": "Check its last output: strata logs --level error. SIGKILL comes from outside: a person, a scheduler or the "
+    "kernel (`dmesg`).",
 }
 """What to do next, where the run's own words say no more."""
 

@@ -93,7 +93,8 @@ RULES: dict[Rule, RuleAbout] = {
     "slow_recovery": RuleAbout(120.0, "seconds", 1, 86_400, "a run takes this long to recover"),
     "repeated": RuleAbout(3.0, "failures", 2, 1_000, "this many failures of the same kind in a run within an hour"),
     "failed_save": RuleAbout(None, "", 0, 0, "a checkpoint could not be saved"),
-    "overdue_save": RuleAbout(3.0, "times", 1.5, 1_000, "no checkpoint for this many times the usual interval, at least a minute"),
+    "overdue_save": RuleAbout(3.0, "times", 1.5, 1_000, "no checkpoint for this many times the usual interval, at least a "
+    "minute"),
     "loss": RuleAbout(5.0, "times", 1.5, 1e6, "the loss is NaN or infinite, or this many times its median, three times in a row"),
     "throughput": RuleAbout(30.0, "percent", 1, 99, "throughput fell this far below its median"),
     "slow_rank": RuleAbout(None, "", 0, 0, "the other ranks wait for a slow one"),

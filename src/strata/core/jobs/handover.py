@@ -172,5 +172,6 @@ def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
         saved_step=best.saved_step,
         lost_steps=None,
         where="memory",
-        reason=f"step {best.saved_step:,} is only in the memory of this machine, and lost with it; a restart on this machine continues from it",
+        reason=f"step {best.saved_step:,} is only in the memory of this machine, and lost with it; a restart on this "
+        "machine continues from it",
     )

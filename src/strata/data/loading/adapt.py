@@ -152,8 +152,9 @@ def _unknown_order(sampler: object) -> DataError:
     return DataError(
         f"The order of {type(sampler).__name__} is not a function of seed and epoch, so it can be neither continued after a "
         "restart nor divided among another number of ranks.",
-        hint="Pass shuffle=True or False to the DataLoader, or batch_sampler=strata.ElasticSampler(...). For weights and mixtures, "
-        "express them in the dataset (a list of indices in torch.utils.data.Subset), whose order is then kept exactly.",
+        hint="Pass shuffle=True or False to the DataLoader, or batch_sampler=strata.ElasticSampler(...). For weights and "
+        "mixtures, express them in the dataset (a list of indices in torch.utils.data.Subset), whose order is then "
+        "kept exactly.",
     )
 
 

@@ -368,7 +368,7 @@ def _without_state(dataset: object) -> DataError:
         f"{type(dataset).__name__} is an iterable dataset without state_dict and load_state_dict: after a "
         "restart it is unknown which of its samples were trained, so neither exactly-once nor the same order "
         "can be guaranteed.",
-        hint="Implement both methods; or use a map-style dataset, which is exact at any world size; or, if it always yields the same samples in the same order,"
-        " strata.data.StreamLoader(dataset, global_batch_size=..., replay=True), which reads it again from "
-        "the start of the epoch after a restart and skips what was trained.",
+        hint="Implement both methods; or use a map-style dataset, which is exact at any world size; or, if it always "
+        "yields the same samples in the same order, strata.data.StreamLoader(dataset, global_batch_size=..., "
+        "replay=True), which reads it again from the start of the epoch after a restart and skips what was trained.",
     )

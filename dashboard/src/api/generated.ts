@@ -425,7 +425,7 @@ export interface DrainBody {
   reason?: string;
 }
 
-/** One machine that goes, or has gone. Times are Unix seconds. */
+/** One machine that is draining or drained. Times are Unix seconds. */
 export interface DrainView {
   host: string;
   state: "draining" | "drained";

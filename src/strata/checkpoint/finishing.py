@@ -315,7 +315,7 @@ class _Run:
         return entry
 
     def _verify(self, image: Image, view: memoryview) -> None:
-        """What was read is what was saved, and nobody has begun to write over it. Raises `Damaged`, and `_GivenUp` where the image is
+        """What was read is what was saved, and nothing has started to overwrite it. Raises `Damaged`, and `_GivenUp` where the image is
         in use again."""
         digest = image.manifest.parts[0].digest
         with helping_threads() as pool:

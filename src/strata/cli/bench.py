@@ -1,4 +1,4 @@
-"""`strata bench`: each figure beside its target, and beside the limits of this machine. Other projects: `benchmarks/`."""
+"""`strata bench`: each result beside its target, and beside the limits of this machine. Other projects: `benchmarks/`."""
 
 from __future__ import annotations
 

@@ -714,12 +714,12 @@ class Archive:
                 for blob in store.list(f"{kind}/")
                 if _KEY.fullmatch(blob.key)
             ]
-            gone = expired(stored, limit_bytes=limits.limit_bytes, keep_s=limits.keep_s, now_s=now_s)
-            for key in gone:
+            expired_keys = expired(stored, limit_bytes=limits.limit_bytes, keep_s=limits.keep_s, now_s=now_s)
+            for key in expired_keys:
                 store.delete(key)
                 self._unreadable.discard(key)
                 self._looked_at.pop(key, None)
-            in_use |= {each.key.split("/")[1] for each in stored if each.key not in set(gone)}
+            in_use |= {each.key.split("/")[1] for each in stored if each.key not in set(expired_keys)}
         for blob in store.list("streams/"):
             found = _STREAM.fullmatch(blob.key)
             if found and found[1] not in in_use | {self.stream} and blob.modified_s < now_s - FORGOTTEN_S:

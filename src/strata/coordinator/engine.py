@@ -212,7 +212,7 @@ class Engine:
             listener(events)
 
     def resume(self) -> None:
-        """From here on time counts: everybody has as long as ever to be heard of."""
+        """From here on time counts: everybody has the full time again to report."""
         self.observe(ClockResumed())
 
     def _apply_history(self, events: Iterable[Event]) -> int:

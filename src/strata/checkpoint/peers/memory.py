@@ -405,7 +405,7 @@ class PeerMemory:
                 self._clear(place)
 
     def _listed(self, message: Message) -> list[Message]:
-        """Whoever is about to restore a run says as which generation: what it is told of stays as it is, whatever earlier ones still send."""
+        """Whoever is about to restore a run says as which generation: what it learns of stays as it is, whatever earlier ones still send."""
         run = str(message.get("run", ""))
         with self._lock:
             self._copy_table.fence(run, int(message.get("generation", 0)))

@@ -4,7 +4,7 @@ A token is shown once, when it is created; the file holds its SHA-256 alone, whi
 bits. `tokens.json` in the data directory is private, written atomically under a lock, and read again whenever it changes, so
 that `strata token` works beside a running coordinator and without one.
 
-Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes is there, or gone, before that is
+Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes exists, or not, before that is
 answered, and every other brings its own file up to date a second later (`TokenStore.sync`). The file says which tokens it had in
 common with the others when it was last brought up to date: what is in it beyond those was created here meanwhile, and what is
 missing was revoked here, by `strata token --data-dir` say. So neither a token nor its end is lost, whoever was away.

@@ -229,7 +229,7 @@ class Machines:
             member = cluster.membership.admit(worker_id, incarnation=attach.incarnation)
             machine.caller.require_job(member.spec.job_id)
         except (Refused, Forbidden) as refusal:
-            # One that is refused does not cost the others their stream: by itself it hears why.
+            # One that is refused does not cost the others their stream: it alone is told why.
             if isinstance(refusal, Stale | Unknown):
                 answer = wire.stale(refusal)
             else:

@@ -99,7 +99,7 @@ class TaskRunner:
         self._retry_mono_s: dict[TaskId, float] = {}
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
         self._known: dict[str, dict[tuple[str | None, str], float]] = {}
-        """By adopted run: the moment of each stream's newest line in the log."""
+        """By adopted run: the timestamp of each stream's newest line in the log."""
         self._conceal: dict[str, Concealer] = {}
         """By run: what hides its secrets."""
         self._endings: set[asyncio.Task[None]] = set()
@@ -246,7 +246,7 @@ class TaskRunner:
             self._post(NoteWhereabouts(task_id=task.spec.task_id, attempt=task.attempt, reason=reason))
 
     def _give_up_if_silent(self, cluster: Cluster, task: Task) -> None:
-        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing of it is heard, and nobody
+        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing reports it, and nobody
         ends it, its machine is lost; should it come back, what is left of the attempt is ended there."""
         if not task.stopping or self._report_end is not None:
             return

@@ -39,7 +39,7 @@ HANDOVERS_KEPT = 100
 REASON_LIMIT = 1_000
 MAX_WITHIN_S = 7 * 86_400.0
 RECOVERY_S = 900.0
-"""So long after a machine has gone, what a run of it recovers from is taken to be that."""
+"""So long after a machine was shut down, what a run of it recovers from is taken to be that."""
 
 State = Literal["draining", "drained"]
 
@@ -73,7 +73,7 @@ class HandoverView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainView:
-    """One machine that goes, or has gone. Times are Unix seconds."""
+    """One machine that is draining or drained. Times are Unix seconds."""
 
     host: str
     state: State
@@ -115,7 +115,7 @@ class Drains:
         return [_view(drain) for drain in self.hosts.values()]
 
     def admit(self, host: str) -> None:
-        """Raises `Draining` for a machine that goes, or has gone."""
+        """Raises `Draining` for a machine that is draining or drained."""
         if (known := self.hosts.get(host)) is not None:
             raise Draining(known.asked, known.state)
 
@@ -132,7 +132,7 @@ class Drains:
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_drain(self, command: DrainHost, jobs: Iterable[JobId], now: Instant) -> list[Event]:
-        """Of two notices the earlier deadline counts; a machine that has gone stays as it is."""
+        """Of two notices the earlier deadline counts; a machine that is drained stays as it is."""
         checks.name("host", command.host)
         checks.text("reason", command.reason, limit=REASON_LIMIT)
         checks.text("by", command.by, limit=checks.NAME_LIMIT)

@@ -227,11 +227,11 @@ class CopyTable:
         """The run has ended, with this generation: nobody will ask for its copies."""
         if generation < self.generations.get(run, 0):
             return []
-        gone = [copy for copy in self._everything() if copy.run == run]
-        for copy in gone:
+        removed = [copy for copy in self._everything() if copy.run == run]
+        for copy in removed:
             self._remove(copy)
             self.abandon(copy)
-        return gone
+        return removed
 
     def _everything(self) -> list[Copy]:
         return [*(copy for copies in self.complete.values() for copy in copies), *self.arriving.values()]

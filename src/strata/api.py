@@ -43,7 +43,7 @@ class Unreachable(StrataError):
 
 
 class ApiError(StrataError):
-    """The coordinator answered with a refusal."""
+    """The coordinator refused the request."""
 
     def __init__(self, code: str, message: str, hint: str) -> None:
         super().__init__(message, hint=hint)

@@ -26,14 +26,14 @@ POLL_S = 0.5
 
 
 class Client:
-    """`token` is STRATA_TOKEN where none is given, `url` STRATA_API_URL."""
+    """`url` defaults to STRATA_API_URL, `token` to STRATA_TOKEN."""
 
     def __init__(self, url: str | None = None, *, token: str = "") -> None:
         self.url = url or os.environ.get("STRATA_API_URL") or api.DEFAULT_API
         self._token = token
 
     def recipes(self) -> list[dict[str, Any]]:
-        """What may be run, each with the JSON Schema of its config."""
+        """The recipes that tasks can run, each with the JSON Schema of its config."""
         return api.get_rows(self.url, "/api/recipes", token=self._token)
 
     def submit(
@@ -47,7 +47,7 @@ class Client:
         gpus_per_worker: int | None = None,
         max_retries: int | None = None,
     ) -> str:
-        """The id of a new task of the recipe `type`."""
+        """Submit a task of the recipe `type`; returns its id."""
         request = {
             "name": name or type,
             "type": type,
@@ -61,14 +61,14 @@ class Client:
         return str(self._post("/api/tasks", body)["task_id"])
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Newest first."""
+        """All tasks, newest first."""
         return api.get_rows(self.url, "/api/tasks", token=self._token)
 
     def task(self, task_id: str) -> dict[str, Any]:
         return api.get_facts(self.url, f"/api/tasks/{_quoted(task_id)}", having="status", token=self._token)
 
     def stop(self, task_id: str, *, wait_s: float = 0.0) -> dict[str, Any]:
-        """Ask a task to save and leave; with `wait_s`, until its processes have exited or that time has passed."""
+        """Stop a task after a final checkpoint; with `wait_s`, wait at most that long for its processes to exit."""
         query = urlencode({"wait": wait_s}) if wait_s else ""
         path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
         return self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S)
@@ -84,7 +84,7 @@ class Client:
         return rows[::-1]
 
     def wait(self, task_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The task when it has ended. Raises `TimeoutError`."""
+        """Wait for the task to end and return it. Raises `TimeoutError`."""
         deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
             task = self.task(task_id)

@@ -82,7 +82,7 @@ class SaveSkipped(CheckpointError):
 
 
 class MemoryLimitExceeded(CheckpointError):
-    """The state does not fit the memory it may use. What was kept before is kept still."""
+    """The state does not fit in the memory it may use. Earlier snapshots are kept."""
 
     code = "memory_limit_exceeded"
 
@@ -97,7 +97,7 @@ class MemoryLimitExceeded(CheckpointError):
 
 
 class UnsupportedState(CheckpointError):
-    """The state holds something that could not be loaded again without running foreign code."""
+    """The state holds an object that could not be loaded again without running code from the file."""
 
     code = "unsupported_state"
 
@@ -148,7 +148,7 @@ class Untrusted(Damaged):
 
 
 class LoadFailed(CheckpointError):
-    """No tier could give the checkpoint that was asked for; `reasons` tells what was tried."""
+    """The requested checkpoint could not be loaded from any tier; `reasons` lists what was tried."""
 
     code = "load_failed"
 
@@ -229,7 +229,7 @@ class FinalSaveFailed(CheckpointError):
 
 
 class InvalidSave(CheckpointError, ValueError):
-    """The caller's arguments make no checkpoint. Nothing has changed."""
+    """The arguments of a save are invalid. Nothing has changed."""
 
     code = "invalid_save"
 

@@ -130,15 +130,15 @@ _IDLE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What happens when a save cannot go as planned."""
+    """What happens when a save fails or has to wait."""
 
     on_error: Literal["warn", "fail", "retry"] = "fail"
-    """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: try again first, then as `fail`."""
+    """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: retry first, then as `fail`."""
     retries: int = 3
     retry_delay_s: float = 5.0
     when_full: Literal["wait", "skip"] = "wait"
-    """What gives way when all images are in use: training, which waits for one, or a save, which is skipped with a reason
-    (an older one that still waits for its store, else the new one)."""
+    """What happens when all images are in use: `wait` makes training wait for one, `skip` skips a save with a reason (an
+    older one that still waits for its store, else the new one)."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ("warn", "fail", "retry"):

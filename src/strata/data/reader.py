@@ -229,7 +229,7 @@ class DatasetReader:
         return int(verify()) if verify is not None else 0
 
     def fetch(self, samples: Sequence[int], *, in_memory: bool = True) -> None:
-        """Have what these samples need on its way, where it is remote (`strata.data.streaming.prefetch.Ahead`)."""
+        """Start fetching what these samples need, if it is remote (`strata.data.streaming.prefetch.Ahead`)."""
         if not self.is_remote:
             return
         by_file = group_rows([int(sample) for sample in samples], self._first[:-1])

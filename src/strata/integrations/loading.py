@@ -231,7 +231,7 @@ def batches_of(state: Mapping[str, Any], *, world_size: int) -> tuple[int, int]:
 
 
 def said_at_start(loader: TrainerLoader) -> str:
-    """What every start says of the data, so that nothing is left out silently."""
+    """What every start logs about the data, so that nothing is left out silently."""
     sampler = loader.elastic.sampler
     batch = sampler.global_batch_size
     dropped = sampler.total % batch

@@ -133,7 +133,7 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
 
     @classmethod
     def etcd_unreachable(cls, endpoint: str, *, reason: str = "") -> DistributedSetupError:
-        """Nobody answers at the rendezvous endpoint."""
+        """The rendezvous endpoint does not answer."""
         return cls(
             f"Failed to connect to etcd at {endpoint}" + (f": {reason}" if reason else ""),
             suggestions=(

@@ -340,7 +340,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 
 
 def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> ValidationResult:
-    """Check a whole configuration. `validate_s3` also tries the bucket, with the credentials of this process."""
+    """Check a whole configuration. `validate_s3` also checks access to the bucket, with the credentials of this process."""
     check = _Check(config)
     check.sections()
     for across_keys in (_check_elastic, _check_scaling, _check_checkpoint, _check_model, _check_parallel):

@@ -22,8 +22,8 @@ number are of all."""
 class Histogram:
     """Many values that are logged as one metric: `job.log({"grads": strata.Histogram(grad)})`.
 
-    values: a tensor, an array or a list of numbers, of any shape. Of a sharded tensor it is this rank's part. Values that are
-    no finite number are left out.
+    values: a tensor, an array or a list of numbers, of any shape. Of a sharded tensor, only this rank's part is used.
+    Values that are not finite are left out.
     """
 
     __slots__ = ("values",)

@@ -171,32 +171,33 @@ class ElasticOptions:
     save_every: int = 500
     """Steps between durable checkpoints; the final state is always saved."""
     snapshot_every: int = 50
-    """Steps between snapshots in shared memory: at most this much work is lost. 0 makes none."""
+    """Steps between snapshots in shared memory, which is the most work a crash loses. 0 makes no snapshots."""
     keep_count: int = 3
-    """How many durable checkpoints are kept."""
+    """Number of durable checkpoints to keep."""
     snapshot_limit_bytes: int | None = None
-    """A state larger than this makes no snapshots between its durable checkpoints; of a sharded one, what any rank has of it."""
+    """A state larger than this makes no snapshots between its durable checkpoints; for a sharded state, the largest part of
+    a rank counts."""
     memory_root: str | os.PathLike[str] | None = None
     """Where snapshots live; by default `STRATA_MEMORY_ROOT`, else shared memory, else a disk where that is too small."""
     peer_rate: str = "2GB/s"
-    """How fast snapshots are sent to other machines' memory, at most, where `checkpoints` names `peer`."""
+    """Maximum rate at which snapshots are sent to other machines' memory, if `checkpoints` names `peer`."""
     on_error: OnError = "warn"
-    """What a failed save does to training: warn, fail or retry. The final state must reach every destination anyway."""
+    """What to do when a save fails: warn, fail or retry. The final state must reach every destination in any case."""
     retries: int = 3
     retry_delay_s: float = 5.0
     unreachable_timeout_s: float = 60.0
-    """How long a destination that does not answer is waited for while the job starts."""
+    """How long the job waits at its start for a destination that does not answer."""
     preemption_deadline_s: float = 25.0
-    """Time between SIGTERM or Ctrl-C and the end, final checkpoint included."""
+    """Time between SIGTERM or Ctrl-C and the exit, including the final checkpoint."""
     hang_timeout_s: float = 0.0
-    """A rank without a step for this long is named with its stacks. 0 looks at nothing."""
+    """A rank that completes no step for this long is reported with its stacks. 0 disables the watchdog."""
     hang_policy: HangPolicy = "warn"
     compare_every: int = 0
-    """Steps between comparisons of the ranks' parameters and optimizer states, which are compared before every save as well: a
-    copy that has changed by itself is found, and replaced. 0 compares nothing. Not for sharded state, of which there is one copy."""
+    """Steps between comparisons of the ranks' parameters and optimizer states, which are also compared before every save: a
+    corrupted copy is found and replaced. 0 disables it. Not for sharded state, of which there is only one copy."""
     commit_on: Literal["optimizer_step", "batch"] = "optimizer_step"
     """When a batch counts as trained: when the optimizer has stepped on it, or (for optimizers of other libraries,
-    whose steps cannot be seen) when the loop asks for the next batch."""
+    whose steps cannot be observed) when the loop asks for the next batch."""
 
     log_gradient_norm: bool = False
     """Log the norm of the gradients before each step as `grad_norm`."""
@@ -204,7 +205,7 @@ class ElasticOptions:
     """Floating-point operations of a forward and backward pass for one token, about 6 × parameters. With `tokens` that the loop
     reports, `mfu` is logged: the share of the devices' peak. 0: not known."""
     peak_flops: float = 0.0
-    """Of one device, per second. 0: known for common GPUs by their names."""
+    """Peak floating-point operations of one device per second. 0: looked up by name for common GPUs."""
 
     def __post_init__(self) -> None:
         for name in ("flops_per_token", "peak_flops"):
@@ -580,7 +581,7 @@ class ElasticJob:
 
     @property
     def had_saved(self) -> bool:
-        """Whether this run has saved anything on this machine: then a restart must find a state."""
+        """Whether this run has saved anything on this machine: then a restart must find a checkpoint."""
         return was_saved(self._memory_name, root=self._memory_root)
 
     @property
@@ -1183,7 +1184,7 @@ class ElasticJob:
             self._preemption.unwatch()
 
     def report(self, **metrics: float) -> None:
-        """Metrics of the step being made (loss, tokens, …) that are shown with this worker, and logged. Never waits.
+        """Metrics of the current step (loss, tokens, …) that are shown with this worker, and logged. Never blocks.
 
         `tokens`, those that all ranks together train in this step, become `tokens_per_second`, and `mfu` where
         `ElasticOptions(flops_per_token=…)` says what one costs.

@@ -71,7 +71,7 @@ class Manifest:
     step: int
     epoch: int
     created_at: float
-    """Unix seconds by the author's clock: for people. `order` decides what is newer."""
+    """Unix seconds by the author's clock, for display. `order` decides which checkpoint is newer."""
     format: str
     parts: tuple[Part, ...]
     tensors: tuple[TensorEntry, ...] = ()
@@ -85,13 +85,13 @@ class Manifest:
     sequence: int = 0
     author: str = ""
     run: str = ""
-    """The run it belongs to; empty for what no elastic job has made."""
+    """The run it belongs to; empty if no elastic job saved it."""
     lineage: str = ""
     """Named after the first ancestor; see `strata.core.jobs.lineage`."""
     parent: CheckpointId | None = None
     """The nearest ancestor, in whatever tier."""
     durable_parent: CheckpointId | None = None
-    """The nearest ancestor that was known to be durable when this one was made."""
+    """The nearest ancestor that was known to be durable when this one was created."""
 
     @property
     def size_bytes(self) -> int:

@@ -21,7 +21,7 @@ LOOKED_AT = 1_000
 
 
 class Several(tuple[Any, ...]):
-    """What came of one sample: none, one or several. Any dataset may hand it out in place of a sample."""
+    """The result of one sample: none, one or several. Any dataset may return it in place of a sample."""
 
 
 class MappedDataset(FetchesAhead):
@@ -60,7 +60,7 @@ def mapped(dataset: SizedDataset, function: Callable[[Any], Iterable[Any]]) -> M
 
 
 def filtered(dataset: SizedDataset, keep: Callable[[Any], bool]) -> MappedDataset:
-    """Only the samples that `keep` says yes to."""
+    """Only the samples for which `keep` returns true."""
     return MappedDataset(dataset, _Filter(keep))
 
 

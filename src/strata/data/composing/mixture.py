@@ -57,7 +57,7 @@ class Measured(Protocol):
 
 
 class Mixture(FetchesAhead):
-    """A dataset made of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
+    """A dataset composed of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Mixture(FetchesAhead):
         `schedule`: pairs of a step and the shares of some sources from that step on; the others divide the rest.
         `epochs`: how often sources may be read, of all or by name; by default they repeat. When one has run out, the
         mixture ends (`when_exhausted="stop"`) or continues without it.
-        `sequence_length`: token indexes are read in sequences of so many tokens; with `pack`, the documents of every
+        `sequence_length`: token indexes are read in sequences of this many tokens; with `pack`, the documents of every
         source are packed into such sequences.
         """
         if pack and sequence_length is None:

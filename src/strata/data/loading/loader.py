@@ -66,7 +66,7 @@ class ElasticLoader(WithSampler):
         commit: Literal["taken", "explicit"] = "taken",
         **dataloader_options: Unpack[LoaderOptions],
     ) -> None:
-        """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which brings its sampler.
+        """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which has its own sampler.
         `dataloader_options` go to PyTorch's `DataLoader` as they are:
         `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor` and the like."""
         if commit not in ("taken", "explicit"):
@@ -139,12 +139,12 @@ class ElasticLoader(WithSampler):
                     yield Batch(data, step)
 
     def commit_explicitly(self) -> None:
-        """From now on nothing but `commit` moves the position."""
+        """From now on, only `commit` advances the position."""
         self._explicit = True
 
     def commit(self, *batches: Batch) -> None:
-        """These batches are trained; each is committed once, in the order they came. With `commit="explicit"`,
-        nothing else moves the position."""
+        """Mark these batches as trained; commit each once, in the order received. With `commit="explicit"`, nothing else
+        advances the position."""
         if self._explicit:
             for batch in batches:
                 self.sampler.commit(batch.step)

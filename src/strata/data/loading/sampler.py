@@ -39,12 +39,12 @@ _CHUNK = 32  # Micro-batches whose ids are computed together: NumPy's overhead i
 
 
 class ElasticSampler:
-    """Batches of sample ids for one rank, in an order that no change of the fleet can change.
+    """Batches of sample ids for one rank, in an order that does not depend on the number of ranks.
 
-    Give `global_batch_size` to keep the global batch constant whatever the world (slices then differ by at most
-    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and the
-    `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs means
-    over tokens.
+    Pass `global_batch_size` to keep the global batch constant at any world size (slices then differ by at most
+    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and
+    the `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs
+    means over tokens.
     """
 
     is_bounded = True
@@ -66,7 +66,7 @@ class ElasticSampler:
         drop_last: bool = False,
         dataset: str = "data",
     ) -> None:
-        """`total`: how many samples there are, or the dataset, or a mixture, which brings its own seed."""
+        """`total`: the number of samples, the dataset, or a mixture, which has its own seed."""
         if [global_batch_size, batch_size, max_tokens].count(None) != 2:
             raise ValueError("pass exactly one of global_batch_size, batch_size (per rank) and max_tokens")
         if (max_tokens is None) != (lengths is None):
@@ -121,7 +121,7 @@ class ElasticSampler:
 
     @property
     def total(self) -> int:
-        """Positions of an epoch. Of a mixture: as far as is known now; `ENDLESS` where it never ends."""
+        """Positions in an epoch. For a mixture, as far as known now; `ENDLESS` if it never ends."""
         return self._total if self.mixture is None else self.mixture.plan.total
 
     @property
@@ -162,7 +162,7 @@ class ElasticSampler:
         self.rewind()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; to the one that is read next is no change, so a resumed position stays."""
+        """Go to the start of `epoch`. If that epoch is already the next to be read, the position (such as a resumed one) is kept."""
         if epoch == self.reading[0]:
             return
         self._check_not_ended(epoch)
@@ -172,7 +172,7 @@ class ElasticSampler:
             self.move(epoch, 0)
 
     def check_trainable(self) -> None:
-        """Raise `ValueError` where no epoch would ever have a step."""
+        """Raise `ValueError` if an epoch would have no step."""
         if not self.total:
             raise ValueError(
                 f"dataset '{self.dataset}' has no samples: there is nothing to train on. Check its path and filters"
@@ -446,7 +446,7 @@ class WithSampler:
         self.sampler.set_world(rank, world_size)
 
     def check_trainable(self) -> None:
-        """Raise `ValueError` where no epoch would ever have a step."""
+        """Raise `ValueError` if an epoch would have no step."""
         self.sampler.check_trainable()
 
     def records(self) -> list[RankRecord]:

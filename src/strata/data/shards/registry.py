@@ -152,7 +152,7 @@ class DatasetRegistry:
         self._shards.add_worker(worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Its unfinished shards go to the others. With a connection of its own, a registry removes its own worker."""
+        """Give its unfinished shards to the others. A registry with its own connection removes its own worker."""
         if self._own is not None and self._own.worker_id == worker_id:
             self._own.deregister()
             return

@@ -207,7 +207,7 @@ class TokenIndex:
         return self._section(self.header.places_at, self.header.num_records, np.dtype("<u8"))
 
     def let_go(self, read_bytes: int) -> None:
-        """Tell that `read_bytes` more were read. Now and then the mapped pages are dropped from this process
+        """Note that `read_bytes` more were read. From time to time, the mapped pages are dropped from this process
         (they stay in the page cache), so that its memory does not grow towards the size of the index."""
         self._touched_bytes += read_bytes
         if not self.url and self._touched_bytes >= RESIDENT_LIMIT_BYTES:

@@ -947,7 +947,7 @@ export interface QuarantineView {
   since: number;
 }
 
-/** What may be run here. */
+/** A recipe that tasks can run. */
 export interface RecipeBody {
   name: string;
   description: string;
@@ -1121,7 +1121,7 @@ export interface SeriesView {
   values: (number | null)[];
 }
 
-/** Who is asking, and what they may do. */
+/** The caller and its permissions. */
 export interface SessionView {
   name: string;
   role: "viewer" | "worker" | "operator" | "admin";
@@ -1176,7 +1176,7 @@ export interface ShardsMovedEvent {
   data: ShardsMoved;
 }
 
-/** A token, or the code of a link. One of them. */
+/** A token or the code of a link; exactly one of them. */
 export interface SignInBody {
   token?: string | null;
   code?: string | null;

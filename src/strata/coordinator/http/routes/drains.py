@@ -1,5 +1,5 @@
-"""Machines that go, over HTTP: which they are and what became of their runs, which can be asked to, asking one, and letting it be used
-again; and what machines have measured of themselves."""
+"""Drains over HTTP: machines that are draining or drained and the outcome for their runs, machines that can be drained, draining
+one and cancelling that; and the health checks of machines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MachineAgents(BaseModel):
 
 @router.get("/agents", response_model=list[MachineAgents])
 async def agents(runtime: TheRuntime) -> Response:
-    """Machines whose agents are connected, by name: those that a drain asks to go. A run that meets elsewhere has none here."""
+    """Machines whose agents are connected, by name: those that can be drained. A run with another rendezvous has none here."""
     found = runtime.agents.by_host()
     return json_response([{"host": host, "agents": found[host]} for host in sorted(found)])
 
@@ -55,8 +55,8 @@ async def drains(runtime: TheRuntime) -> Response:
 
 @router.post("/drains", status_code=201, response_model=DrainView)
 async def drain(runtime: TheRuntime, principal: ThePrincipal, body: DrainBody) -> Response:
-    """Ask a machine to go: its agents save, hand over and leave before the deadline, and are refused. Of two deadlines the
-    earlier one counts."""
+    """Drain a machine: its agents save, hand over and leave before the deadline, and are refused afterwards. Of two
+    deadlines, the earlier one counts."""
     command = DrainHost(
         host=body.host,
         within_s=body.within_s,
@@ -78,5 +78,5 @@ async def cancel(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath)
 
 @router.get("/machines", response_model=list[HealthView])
 async def machines(runtime: TheRuntime) -> Response:
-    """What each machine has measured of itself before its agent joined, or after a failure; the newest of each."""
+    """The newest health checks of each machine, made before its agent joined or after a failure."""
     return json_response((await runtime.engine.settled()).health.shown())

@@ -65,7 +65,7 @@ async def job_mixture(runtime: TheRuntime, job_id: NameInPath) -> Response:
 async def change_weights(
     runtime: TheRuntime, principal: ThePrincipal, job_id: NameInPath, body: ChangeWeightsBody
 ) -> Response:
-    """Ask for other weights from a step on. The answer's `status` is `waiting`: ask again for what the ranks have decided."""
+    """Request other weights from a step on. The answer's `status` is `waiting`: poll for the ranks' decision."""
     for _ in range(ATTEMPTS):
         key, board, value = await _board(runtime, job_id)
         try:

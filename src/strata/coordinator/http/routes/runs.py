@@ -73,7 +73,7 @@ async def runs(runtime: TheRuntime, request: Request, limit: Limit = 100) -> Res
 async def run_info(
     runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
 ) -> Response:
-    """How the latest start of a run was made (command, configuration, commit), and its tags and notes.
+    """How a run was last started (command, configuration, commit), and its tags and notes.
 
     `run` is the id of a run, or a job's name: then it is that job's latest run.
     """
@@ -104,7 +104,7 @@ async def annotate_run(
 async def run_metrics(
     runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
 ) -> Response:
-    """What a run has logged: every metric with its last, least and greatest value in the committed history, and every start
+    """What a run has logged: every metric with its last, minimum and maximum value in the committed history, and every start
     of the run with the step it resumed at.
 
     `run` is the id of a run, or a job's name: then it is that job's latest run. `job_id` narrows the answer to what this job has reported.
@@ -126,9 +126,9 @@ async def run_series(
     last: LastStep = None,
     points: Points = 1_000,
 ) -> Response:
-    """Metrics of a run by step: the committed history, and apart from it the branches that rollbacks have abandoned.
+    """Metrics of a run by step: the committed history and, separately, the branches abandoned by rollbacks.
 
-    A point is one value, or the mean of several with the least and the greatest of them, so that no spike is lost.
+    A point is one value, or the mean of several with their minimum and maximum, so that no spike is lost.
     """
     if len(name) * points > POINTS_LIMIT:
         raise InvalidArgument(
@@ -167,9 +167,9 @@ async def run_series(
 async def run_cost(
     runtime: TheRuntime, run: NameInPath, job_id: NameFilter = None, price_per_gpu_hour: Price = None
 ) -> Response:
-    """What a run has cost: spent, lost by cause, and saved beside restarts from the newest durable checkpoint.
+    """What a run has cost: spent, lost by cause, and saved compared with restarts from the newest durable checkpoint.
 
-    `run` is the id of a run, a job or a task; `price_per_gpu_hour` counts in place of the configured one.
+    `run` is the id of a run, a job or a task; `price_per_gpu_hour` overrides the configured one.
     """
     goodput, prices = runtime.watch.goodput, runtime.prices
     incidents = list((await runtime.engine.settled()).incidents.records.values())

@@ -82,7 +82,7 @@ class TaskAnswer(BaseModel):
 
 
 class RecipeBody(BaseModel):
-    """What may be run here."""
+    """A recipe that tasks can run."""
 
     name: str
     description: str
@@ -97,7 +97,7 @@ class RecipeBody(BaseModel):
 
 @router.get("/recipes", response_model=list[RecipeBody])
 async def list_recipes(runtime: TheRuntime) -> Response:
-    """What may be run here, each with the JSON Schema of its `config`."""
+    """The recipes that tasks can run, each with the JSON Schema of its `config`."""
     return json_response([_recipe(recipe) for recipe in runtime.recipes])
 
 
@@ -153,7 +153,7 @@ async def stop_task(
         float, Query(ge=0, le=60, description="Seconds to wait until its processes have exited")
     ] = 0,
 ) -> TaskAnswer:
-    """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
+    """Stop a task: its workers save a final checkpoint and exit; those that do not are killed. Stopping twice is allowed."""
     await runtime.engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
     return await _answer(runtime, task_id, wait)
 
@@ -171,7 +171,7 @@ async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
 
 @router.get("/tasks/{task_id}/logs", response_model=list[views.LogView], responses=NOT_FOUND)
 async def task_logs(runtime: TheRuntime, task_id: NameInPath, wanted: Wanted, limit: Limit = 100) -> Response:
-    """That task's entries, newest first."""
+    """The task's log entries, newest first."""
     (await runtime.engine.settled()).tasks.get(TaskId(task_id))
     return json_response(await runtime.logs.search(limit, replace(wanted, task_id=task_id)))
 

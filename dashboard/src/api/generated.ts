@@ -528,7 +528,7 @@ export interface HandoverRecordedEvent {
   data: HandoverRecorded;
 }
 
-/** What became of one run of a machine that goes. */
+/** The outcome for one run of a draining machine. */
 export interface HandoverView {
   run: string;
   saved_step: number | null;
@@ -938,7 +938,7 @@ export interface QuarantineBody {
   reason: string;
 }
 
-/** One machine that is out of use. Times are Unix seconds. */
+/** One quarantined machine. Times are Unix seconds. */
 export interface QuarantineView {
   host: string;
   reason: string;

@@ -106,7 +106,7 @@ def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
         if backend not in _SCHEMES:
             raise InvalidStoreURL(
                 backend,
-                "STORAGE_BACKEND must say what kind of storage CHECKPOINT_BUCKET is",
+                "STORAGE_BACKEND must name the kind of storage of CHECKPOINT_BUCKET",
                 instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
             )
         place = _SCHEMES[backend] + place

@@ -359,7 +359,7 @@ def validate_training_config(config: Mapping[str, Any], validate_s3: bool = Fals
     if not (check.value_of("data.files") or check.value_of("data.data_files")):
         check.error("data.files", "files must name the training data")
     if check.value_of("training.max_steps") is None and check.value_of("training.epochs") is None:
-        check.error("training.max_steps", "max_steps must say when training ends (or epochs)")
+        check.error("training.max_steps", "max_steps or epochs must be set")
     known = {error.path for error in result.errors}
     errors = result.errors + [error for error in check.errors if error.path not in known]
     return ValidationResult(valid=not errors, errors=errors, warnings=result.warnings)

@@ -826,7 +826,9 @@ class ElasticJob:
                         slot=f"{self._machine}/{self._images_name}",
                         holders=self._holders,
                     )
-                reason = "the run has one machine: its agents do not meet at a coordinator or etcd (--rdzv-endpoint)"
+                reason = (
+                    "the run has one machine: its agents use neither a coordinator nor etcd (--rdzv-endpoint)"
+                )
             except PeerError as error:
                 reason = error.message
             link.close()

@@ -77,7 +77,7 @@ class Principal:
         """A worker says which registration it is. Operators, and plain clients of the coordinator's own user, need not."""
         if self.role == "worker" and not incarnation:
             raise Forbidden(
-                "The call does not say which incarnation of the worker makes it.",
+                "The call does not name the worker's incarnation.",
                 status=403,
                 hint="Send the `incarnation` that RegisterWorker answered.",
             )

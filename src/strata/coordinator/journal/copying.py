@@ -48,7 +48,7 @@ def copy_journal(source: Place, target: Place, *, progress: Progress) -> Copied:
             )
         journal.snapshot(_counted(events, "written", progress))
         if list(_counted(journal.load(), "verified", progress)) != events:
-            raise JournalError(f"The journal {journal} does not hold what was written to it.")
+            raise JournalError(f"The journal {journal} differs from what was written to it.")
     return Copied(events=len(events), size_bytes=sum(map(codec.size_bytes, events)))
 
 

@@ -175,7 +175,7 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
     newest = found[-1][1]
     problems = [*_contradictions(chain, dataset, epoch), *_forgotten(chain, commits, dataset, epoch)]
     if total is not None and total != newest.total:
-        problems.append(f"the dataset has {total:,} samples, the history was made with {newest.total:,}")
+        problems.append(f"the dataset has {total:,} samples, the history was recorded with {newest.total:,}")
 
     sum_of_parts = Coverage()
     vouched = Spans()

@@ -503,7 +503,7 @@ def _check(command: NotifyCheckpoint, job: JobId) -> None:
     for tier in command.tiers:
         checks.name("tiers", tier, limit=32)
     if command.status == "completed" and not command.path:
-        raise InvalidArgument("path", "must not be empty.", hint="Say where the checkpoint can be read.")
+        raise InvalidArgument("path", "must not be empty.", hint="Pass the path or URL of the checkpoint.")
     checks.text("data_json", command.data_json, limit=DATA_LIMIT_BYTES)
     if command.data_json:
         try:

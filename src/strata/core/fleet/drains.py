@@ -59,7 +59,7 @@ class Draining(Refused):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverView:
-    """What became of one run of a machine that goes."""
+    """The outcome for one run of a draining machine."""
 
     run: str
     saved_step: int | None

@@ -42,7 +42,7 @@ class Quarantined(Refused):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineView:
-    """One machine that is out of use. Times are Unix seconds."""
+    """One quarantined machine. Times are Unix seconds."""
 
     host: str
     reason: str

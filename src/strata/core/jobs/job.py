@@ -454,7 +454,7 @@ class JobProtocol:
         self._resumed, self._saved_step = chosen.checkpoint_id, chosen.step
         if in_destinations:
             missing = tuple(
-                f"{name}: {'it is damaged' if name in in_destinations else 'not there yet'}"
+                f"{name}: {'it is damaged' if name in in_destinations else 'not available yet'}"
                 for name in self.destinations
                 if name not in in_destinations - damaged
             )

@@ -43,7 +43,7 @@ class Standby(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         def refuse(_: Any, context: grpc.ServicerContext) -> Any:
             if self.leader:
                 context.set_trailing_metadata((("strata-leader", self.leader),))
-            led = f"{self.leader} leads" if self.leader else "nobody leads"
+            led = f"{self.leader} leads" if self.leader else "no coordinator leads"
             context.abort(grpc.StatusCode.UNAVAILABLE, f"This coordinator is a standby; {led}.")
 
         return grpc.stream_stream_rpc_method_handler(refuse)

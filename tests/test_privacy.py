@@ -76,7 +76,7 @@ def test_a_data_directory_of_an_earlier_version_is_closed(
         path.chmod(0o755)
     SqliteJournal(folder).close()
     assert (mode(folder), mode(folder / "journal.sqlite")) == (0o700, 0o600)
-    assert "closed now" in caplog.text
+    assert "fixed now" in caplog.text
 
 
 @needs_root

@@ -43,7 +43,7 @@ class Unreachable(StrataError):
 
 
 class ApiError(StrataError):
-    """The coordinator answered with a refusal; `answer_code` is what it is called in the API, for programs."""
+    """The coordinator refused the request; `answer_code` is what the API calls the refusal, for programs."""
 
     def __init__(self, code: str, message: str, hint: str) -> None:
         super().__init__(message, hint=hint)
@@ -189,7 +189,7 @@ def _standby(error: urllib.error.HTTPError) -> tuple[str, str]:
         parts = urlsplit(leader)
         return "it is a standby", leader if parts.scheme in ("http", "https") and parts.netloc else ""
     if error.code == 503 and error.headers.get(ROLE_HEADER, "") == "standby":
-        return "it is a standby, and knows of no coordinator that leads", ""
+        return "it is a standby and knows no leader", ""
     return "", ""
 
 
@@ -229,7 +229,7 @@ def _opener(address: str) -> urllib.request.OpenerDirector:
 def _none_leads(api: str, report: str) -> Unreachable:
     return Unreachable(
         f"None of the coordinators leads: {report}.",
-        hint="Look at their logs, and pass the addresses of all of them, with commas, with --api (or STRATA_API_URL).",
+        hint="Check their logs, and pass all their addresses, separated by commas, with --api (or STRATA_API_URL).",
     )
 
 
@@ -251,7 +251,7 @@ def _refusal(error: urllib.error.HTTPError) -> ApiError:
 
 def _not_a_coordinator(api: str) -> Unreachable:
     return Unreachable(
-        f"What answers at {api} is not a coordinator.",
+        f"The server at {api} is not a coordinator.",
         hint="Pass the address that `strata serve` printed with --api (or STRATA_API_URL).",
     )
 

@@ -26,7 +26,7 @@ class LogView(TypedDict):
 
 
 class RecipeBody(TypedDict):
-    """What may be run here."""
+    """A recipe that tasks can run."""
 
     name: str
     description: str
@@ -35,7 +35,7 @@ class RecipeBody(TypedDict):
     needs_dataset: bool
     max_workers: int | None
     gpus_per_worker: int | None
-    """When a task does not say; null: one where there are enough"""
+    """Default for tasks that do not set it; null: one per worker if there are enough"""
     built_in: bool
 
 

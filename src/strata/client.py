@@ -37,14 +37,14 @@ POLL_S = 0.5
 
 
 class Client:
-    """`token` is STRATA_TOKEN where none is given, `url` STRATA_API_URL."""
+    """`url` defaults to STRATA_API_URL, `token` to STRATA_TOKEN."""
 
     def __init__(self, url: str | None = None, *, token: str = "") -> None:
         self.url = url or os.environ.get("STRATA_API_URL") or api.DEFAULT_API
         self._token = token
 
     def recipes(self) -> list[RecipeBody]:
-        """What may be run, each with the JSON Schema of its config."""
+        """The recipes that tasks can run, each with the JSON Schema of its config."""
         return cast(list[RecipeBody], api.get_rows(self.url, "/api/recipes", token=self._token))
 
     def submit(
@@ -58,7 +58,7 @@ class Client:
         gpus_per_worker: int | None = None,
         max_retries: int | None = None,
     ) -> str:
-        """The id of a new task of the recipe `type`."""
+        """Submit a task of the recipe `type`; returns its id."""
         request = {
             "name": name or type,
             "type": type,
@@ -72,7 +72,7 @@ class Client:
         return str(self._post("/api/tasks", body)["task_id"])
 
     def tasks(self) -> list[TaskView]:
-        """Newest first."""
+        """All tasks, newest first."""
         return cast(list[TaskView], api.get_rows(self.url, "/api/tasks", token=self._token))
 
     def task(self, task_id: str) -> TaskView:
@@ -80,7 +80,7 @@ class Client:
         return cast(TaskView, api.get_facts(self.url, path, having="status", token=self._token))
 
     def stop(self, task_id: str, *, wait_s: float = 0.0) -> TaskAnswer:
-        """Ask a task to save and leave; with `wait_s`, until its processes have exited or that time has passed."""
+        """Stop a task after a final checkpoint; with `wait_s`, wait at most that long for its processes to exit."""
         query = urlencode({"wait": wait_s}) if wait_s else ""
         path = f"/api/tasks/{_quoted(task_id)}/stop" + (f"?{query}" if query else "")
         return cast(TaskAnswer, self._post(path, {}, timeout_s=wait_s + api.TIMEOUT_S))
@@ -96,7 +96,7 @@ class Client:
         return cast(list[LogView], rows[::-1])
 
     def wait(self, task_id: str, *, timeout_s: float | None = None) -> TaskView:
-        """The task when it has ended. Raises `TimeoutError`."""
+        """Wait for the task to end and return it. Raises `TimeoutError`."""
         deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
             task = self.task(task_id)

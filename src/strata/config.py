@@ -140,7 +140,7 @@ def _environment(problems: list[str]) -> Mapping[str, str]:
     if refused and (path, refused) not in _warned:
         _warned.add((path, refused))
         log.warning(
-            "%s sets %s: not taken from the working directory's .env. If it is yours, say so: strata --env-file .env …",
+            "%s sets %s, which is ignored in a .env of the working directory. To use it: strata --env-file .env …",
             *(path, ", ".join(refused)),
         )
     return {**{name: value for name, value in found.items() if name in SAFE}, **os.environ}

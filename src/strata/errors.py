@@ -26,7 +26,7 @@ class StrataError(Exception):
 
 
 class MissingDependency(StrataError):
-    """An optional package is needed for what was asked."""
+    """The requested feature needs an optional package."""
 
     code = "missing_dependency"
 
@@ -40,7 +40,7 @@ class MissingDependency(StrataError):
 
 
 class UnsupportedPlatform(StrataError):
-    """Strata is built on what Linux alone has: `/proc`, shared memory as files, its signals."""
+    """Strata needs Linux: `/proc`, shared memory as files, its signals."""
 
     code = "unsupported_platform"
 

@@ -79,7 +79,7 @@ class EtcdClient:
             except EtcdRefused as refusal:
                 if refusal.code != UNAUTHENTICATED or not self.address.user or not self._token:
                     raise
-                self._token = ""  # It ran out, or a member has not heard of it.
+                self._token = ""  # It expired, or a member does not know it.
                 return self._try_endpoints(path, text)
 
     def metrics(self) -> str:

@@ -157,7 +157,7 @@ def owner_name(found: os.stat_result) -> str:
     try:
         return f"user '{pwd.getpwuid(found.st_uid).pw_name}'"
     except KeyError:
-        return f"the user with number {found.st_uid}"
+        return f"uid {found.st_uid}"
 
 
 def _own_folder(root: Path, name: str) -> Path:

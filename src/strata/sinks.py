@@ -78,7 +78,7 @@ class Sink(ABC):
     """Whether it can take back values of steps that are trained again; if not, it gets values once a save covers them."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise what is missing, before training starts; by default nothing is."""
+        """Raise an error if something is missing, before training starts; by default nothing is."""
 
     @abstractmethod
     def open(self, run: SinkRun) -> None: ...

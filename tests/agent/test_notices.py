@@ -46,7 +46,7 @@ def test_aws_says_when_a_spot_instance_is_taken_back() -> None:
     assert from_aws(asked, NOW_S) is None
     asked.answers[AWS] = json.dumps({"action": "terminate", "time": "2027-01-15T08:02:00Z"})
     assert from_aws(asked, NOW_S) == Announced(
-        reason="AWS takes this spot instance back (terminate)", within_s=120.0
+        reason="AWS reclaims this spot instance (terminate)", within_s=120.0
     )
     assert asked.headers[AWS] == {"X-aws-ec2-metadata-token": "token"}
     for damaged in ("no json", "[]"):

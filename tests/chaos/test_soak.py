@@ -24,7 +24,7 @@ def test_a_short_soak_passes_and_writes_its_report(tmp_path: Path) -> None:
     for heading in (
         "## Faults",
         "## Load",
-        "## What grew",
+        "## Growth",
         "| coordinator killed | ",
         "| coordinator | memory |",
     ):
@@ -69,11 +69,11 @@ def test_a_report_says_what_failed() -> None:
         steps=0,
         came_and_went=1,
         pages=2,
-        verdicts=(Verdict(name="nothing grows that should not", passed=False, found=growth.text),),
+        verdicts=(Verdict(name="no resource leaks", passed=False, found=growth.text),),
     )
     text = report.to_markdown()
     assert "# Soak: 10 minutes, FAILED" in text
-    assert "| **FAIL** | nothing grows that should not | 40 → 400 |" in text
+    assert "| **FAIL** | no resource leaks | 40 → 400 |" in text
     assert "| coordinator paused | 1 |  |  |" in text
     assert "| coordinator | descriptors | 40 | 400 | 410 | 10.0 min | **grows** |" in text
     assert report.to_json()["passed"] is False

@@ -188,7 +188,7 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(folder: Path, memory: 
         return Fault.REFUSED if operation.name == "list" else None
 
     with CheckpointManager(FaultyStore(open_store(str(folder)), choose=choose), memory=memory) as manager:
-        with pytest.raises(LoadFailed, match="not known") as caught:
+        with pytest.raises(LoadFailed, match="unknown whether") as caught:
             manager.load()
         assert not isinstance(caught.value, CheckpointNotFound)
         assert isinstance(caught.value.causes[0], Unavailable)

@@ -117,7 +117,7 @@ def test_a_tier_that_is_not_there_is_refused(folder: Path, memory: Memory) -> No
     with CheckpointManager(folder, memory=memory) as manager:
         with pytest.raises(InvalidSave, match="no tier S3"):
             manager.save(small_state(1), step=1, tiers=["S3"])
-        with pytest.raises(InvalidSave, match="Bytes are kept in stores"):
+        with pytest.raises(InvalidSave, match="Bytes are saved to stores"):
             manager.save(b"data", step=1, tiers=["MEMORY"])
         assert manager.wait_pending(0)
 

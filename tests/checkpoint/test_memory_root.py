@@ -283,7 +283,7 @@ def test_where_no_name_in_shared_memory_is_free_the_disk_is_used(
         manager.save(small_state(1, elements=100), step=1).result(30)
         assert images_in(disk) == 1
     assert list(disk.iterdir()) == []
-    assert "belongs to the user with number 12345" in caplog.text
+    assert "belongs to uid 12345" in caplog.text
 
 
 def test_a_disk_that_belongs_to_another_user_costs_the_snapshot_alone(

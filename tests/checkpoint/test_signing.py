@@ -197,7 +197,7 @@ def test_a_public_key_checks_and_cannot_sign(tmp_path: Path, use: Use) -> None:
     public.chmod(0o644)
     use(public)
     assert load(tmp_path / "c") == (1, 1.0)
-    with pytest.raises(SaveFailed, match="is a public one"):
+    with pytest.raises(SaveFailed, match="is a public key"):
         save(tmp_path / "c", 2)
 
 
@@ -206,7 +206,7 @@ def test_a_public_key_checks_and_cannot_sign(tmp_path: Path, use: Use) -> None:
     [
         (b"short", 0o600, "at least 32"),
         (b"x" * 64, 0o644, "every user of this machine"),
-        (b"-----BEGIN PRIVATE KEY-----\nnonsense\n-----END PRIVATE KEY-----\n", 0o600, "no Ed25519 key"),
+        (b"-----BEGIN PRIVATE KEY-----\nnonsense\n-----END PRIVATE KEY-----\n", 0o600, "not an Ed25519 key"),
         (None, 0, "cannot be read"),
     ],
 )

@@ -317,7 +317,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     base.mkdir(parents=True)
     os.chown(base, 12345, 12345)
     for _ in range(2):  # It stays so until somebody does something about it.
-        with pytest.raises(CheckpointError, match="belongs to the user with number 12345"):
+        with pytest.raises(CheckpointError, match="belongs to uid 12345"):
             staging.open()
 
 

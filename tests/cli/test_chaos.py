@@ -22,11 +22,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos_test.py"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kill-signal", "SIGCHLD"], "ends no worker"),
-        (["--kill-signal", "loud"], "ends no worker"),
+        (["--kill-signal", "SIGCHLD"], "does not end a worker"),
+        (["--kill-signal", "loud"], "does not end a worker"),
         (["--min-survivors", "2", "--workers", "2"], "leaves fewer than 2 untouched"),
         (["--min-survivors", "2", "--workers", "4", "--agents", "1", "--kinds", "agent"], "hits 4 of 4"),
-        (["--kinds", "earthquake"], "faults are"),
+        (["--kinds", "earthquake"], "unknown faults"),
         (["--jitter", "-1"], "jitter"),
     ],
 )

@@ -91,7 +91,7 @@ def test_ls_of_an_empty_folder_is_empty_and_of_none_a_mistake(tmp_path: Path) ->
     assert "There are no checkpoints" in run("ls", tmp_path)[1]
     code, answer = run_json("ls", tmp_path / "nothing")
     assert code == 2
-    assert "There is no" in answer["error"]
+    assert "does not exist" in answer["error"]
 
 
 def test_verify_says_intact_or_which_tensor_is_damaged(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_import_says_how_it_has_understood_the_file(tmp_path: Path) -> None:
     assert code == 0, output
     words = " ".join(output.split())
     assert "(pt) as step 1,200" in words
-    assert "The model is what is under 'state_dict'." in words
+    assert "The model is taken from 'state_dict'." in words
     assert "The prefix 'module.' of names is dropped." in words
     assert "It has no optimizer: training starts with a fresh one." in words
     assert "left out: hparams" in words
@@ -300,7 +300,7 @@ def test_where_of_a_damaged_copy_is_safe_nowhere(folder: Path) -> None:
 def test_where_of_a_step_without_copies_and_of_no_destination(folder: Path, tmp_path: Path) -> None:
     code, output = run("where", 30, folder)
     assert code == 1
-    assert "There is no copy of step 30." in output
+    assert "No copy of step 30 was found." in output
     assert run("where", 30, tmp_path / "nowhere")[0] != 0
     code, output = run_json("where", 30, "--api", "http://127.0.0.1:9")
     assert code == 2

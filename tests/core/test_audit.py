@@ -126,7 +126,7 @@ def test_positions_beyond_the_epoch_and_a_wrong_total_are_contradictions() -> No
     report = audit(history.commits, "d", 0, total=120)
     assert report.samples == 100
     assert "positions 100–102 do not exist in an epoch of 100" in report.reason
-    assert "the dataset has 120 samples, the history was made with 100" in report.reason
+    assert "the dataset has 120 samples, the history was recorded with 100" in report.reason
 
 
 def test_a_checkpoint_without_data_is_only_a_link() -> None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_data_is_only_a_link() -> None:
 
 def test_unknown_epochs_say_what_is_known() -> None:
     history = History().commit("a", (0, 40))
-    with pytest.raises(LedgerError, match=r"epoch 3 of 'd'\. It knows 'd' epoch 0"):
+    with pytest.raises(LedgerError, match=r"epoch 3 of 'd'\. Known: 'd' epoch 0"):
         audit(history.commits, "d", 3)
     with pytest.raises(LedgerError, match="no data at all"):
         audit([], "d", 0)

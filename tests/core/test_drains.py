@@ -129,7 +129,7 @@ def test_nobody_joins_from_there_until_it_is_cancelled(fleet: Fleet) -> None:
     drain(fleet)
     with pytest.raises(Draining, match="'b' is draining: rack 4") as refusal:
         fleet.cluster.drains.admit("b")
-    assert refusal.value.hint == "When it may be used again: strata drain b --cancel"
+    assert refusal.value.hint == "To use it again: strata drain b --cancel"
     fleet.tick(91)
     with pytest.raises(Draining, match="is drained"):
         fleet.cluster.drains.admit("b")

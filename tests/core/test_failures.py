@@ -129,9 +129,7 @@ def test_a_sentence_names_the_rank_and_how_it_ended() -> None:
 
 def test_a_copy_that_changes_by_itself_blames_the_machine_but_only_where_it_is_known_whose() -> None:
     def ended(type_: str) -> Failure:
-        error = WorkerError(
-            type=type_, message="The state of rank 2 changed by itself 3 times", traceback="…"
-        )
+        error = WorkerError(type=type_, message="The state of rank 2 was corrupted 3 times", traceback="…")
         return Failure(exit_code=1, error=error)
 
     assert classify(ended("ReplicaDamaged")) == "gpu"

@@ -87,12 +87,12 @@ def test_memory_is_enough_only_where_somebody_stays_who_has_all_of_it() -> None:
     ("outcomes", "lost", "said"),
     [
         ([outcome()], 0, "step 100 is durable: 0 steps lost"),
-        ([outcome(where="memory")], None, "in the memory of the machines that stay"),
+        ([outcome(where="memory")], None, "in the memory of the remaining machines"),
         ([outcome(saved=60, in_time=False)], None, "the newest save is step 60 (durable)"),
         ([outcome(saved=60, in_time=False, others=False)], 40, "step 60 is durable: 40 steps lost"),
         ([outcome(saved=None, where="nothing", in_time=False, others=False)], 100, "100 steps lost"),
-        ([outcome(saved=None, where="nothing", in_time=False)], None, "continue from what they have"),
-        ([outcome(where="memory", others=False)], None, "memory of this machine alone, and lost with it"),
+        ([outcome(saved=None, where="nothing", in_time=False)], None, "continue from their own copies"),
+        ([outcome(where="memory", others=False)], None, "memory of this machine, and lost with it"),
         ([outcome(saved=80, where="memory"), outcome(saved=80)], 0, "step 80 is durable"),
     ],
 )

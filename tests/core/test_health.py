@@ -56,8 +56,8 @@ def test_a_machine_that_is_as_fast_as_the_others_is_fit(fleet: Fleet) -> None:
 
 def test_a_slow_one_is_quarantined_with_the_numbers(fleet: Fleet) -> None:
     said = report(fleet, "slow", pcie_gb_s=12.0)
-    assert said == "pcie_gb_s: 12 where the median of 3 other machines is 51"
-    with pytest.raises(Quarantined, match="12 where the median"):
+    assert said == "pcie_gb_s: 12, the median of 3 other machines is 51"
+    with pytest.raises(Quarantined, match="12, the median"):
         fleet.compacted().cluster.quarantine.admit("slow")
     (held,) = fleet.cluster.quarantine.shown()
     assert (held.host, held.by) == ("slow", "its health checks")

@@ -218,7 +218,7 @@ def test_a_rank_that_hangs_and_is_not_ended_is_an_incident_until_steps_are_made_
     (incident,) = shown(fleet)
     assert (incident.state, incident.lost_steps, incident.closed_reason) == (
         *("recovered", 0),
-        "step 41 was made after 3.0 s",
+        "step 41 was completed after 3.0 s",
     )
     assert incident.lost_gpu_s == 6.0, "two workers have waited"
     assert fleet.cluster.incidents.hanging() == {}

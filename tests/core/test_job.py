@@ -117,7 +117,7 @@ def test_a_snapshot_without_one_of_its_parts_is_none() -> None:
     assert load.offer.checkpoint_id == A
     resumed = job.loaded([FINE, FINE])
     assert isinstance(resumed, Resume)
-    assert resumed.reasons == ("step 20 in MEMORY: 1 of its 2 parts are not there",)
+    assert resumed.reasons == ("step 20 in MEMORY: 1 of its 2 parts are missing",)
 
 
 def test_incomplete_memory_and_empty_destinations_are_a_new_beginning() -> None:

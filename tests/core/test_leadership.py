@@ -140,4 +140,4 @@ def test_standby_that_hears_nothing_of_the_store_knows_of_no_leader() -> None:
 
 def test_refusals_name_the_leader() -> None:
     assert standby_text(OTHER) == "this coordinator is a standby; b:50051 leads"
-    assert standby_text(None) == "this coordinator is a standby; nobody leads at the moment"
+    assert standby_text(None) == "this coordinator is a standby; no coordinator leads right now"

@@ -23,17 +23,17 @@ def test_a_rank_at_a_boundary_is_complete() -> None:
     ("facts", "reason"),
     [
         (replace(AT_FIVE, is_sharded=True), "the state is sharded"),
-        (replace(AT_FIVE, sees_steps=False), "the steps of this optimizer cannot be seen"),
+        (replace(AT_FIVE, sees_steps=False), "the steps of this optimizer cannot be observed"),
         (replace(AT_FIVE, boundary=None), "no step was completed"),
         (replace(AT_FIVE, began=6), "the optimizer was in the middle of the step after step 1,205"),
         (replace(AT_FIVE, began=6, ended=6), "the optimizer has stepped since step 1,205"),
-        (replace(AT_FIVE, device="pending"), "the device had not made step 1,205"),
-        (replace(AT_FIVE, device="unknown"), "whether the device had made step 1,205"),
+        (replace(AT_FIVE, device="pending"), "the device had not completed step 1,205"),
+        (replace(AT_FIVE, device="unknown"), "it is unknown whether the device had completed step 1,205"),
         (replace(AT_FIVE, has_read_on=True), "batches were committed since step 1,205"),
-        (replace(AT_FIVE, changed=("'a'",)), "changed since step 1,205, and nobody has a copy: 'a'"),
+        (replace(AT_FIVE, changed=("'a'",)), "changed since step 1,205, without a copy: 'a'"),
         (
             replace(AT_FIVE, changed=("'a'", "'b'", "'c'", "'d'", "'e'")),
-            "changed since step 1,205, and nobody has a copy: 'a', 'b', 'c' and 2 more",
+            "changed since step 1,205, without a copy: 'a', 'b', 'c' and 2 more",
         ),
         (
             replace(AT_FIVE, frozen=Frozen(step=1204, began=4, device="none")),

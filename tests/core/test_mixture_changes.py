@@ -39,7 +39,7 @@ def test_a_step_that_has_begun_is_refused_with_the_first_possible_one() -> None:
     decided = decide(board.requests, plan(), next_step=10, lead=3)
     assert not decided.changes
     assert decided.requests[0].status == "refused"
-    assert decided.requests[0].reason == "step 9 has begun; the first possible step is 13"
+    assert decided.requests[0].reason == "step 9 has already started; the first possible step is 13"
     later = decide(board.decided(decided.requests).requests, plan(), next_step=2)
     assert not later.changes  # Also where training was rolled back to before it.
     assert not later.requests

@@ -192,7 +192,7 @@ def test_a_recovery_is_slow_by_what_it_took_or_while_it_lasts() -> None:
     story.fail(fingerprint="b")
     (slow,) = story.close("recovered", took_s=61.0)
     assert (slow.rule, slow.title, slow.severity) == ("slow_recovery", "llm recovered slowly", "warning")
-    assert slow.text.startswith("It took 61 s.")
+    assert slow.text.startswith("Recovery took 61 s.")
     assert not story.rules.active, "it is over already"
 
     story = Story(slow_recovery=60.0)
@@ -244,7 +244,7 @@ def test_a_save_is_overdue_after_three_of_the_usual_intervals() -> None:
     overdue = story.until(story.second)
     assert story.now_s - saved_s == 300
     assert (overdue.rule, overdue.title) == ("overdue_save", "llm: a checkpoint is overdue")
-    assert "it saves every 100 s otherwise" in overdue.text
+    assert "usually one every 100 s" in overdue.text
     (saved,) = story.save(9)
     assert (saved.state, saved.text) == ("resolved", "The checkpoint of step 9 was completed.")
 
@@ -326,7 +326,7 @@ def test_a_disk_that_fills_is_raised_and_has_space_again() -> None:
 
     assert look(100_000_000_000) == []
     (raised,) = look(90_000_000_000)
-    assert (raised.rule, raised.run, raised.title) == ("disk", "", "the coordinator: a disk is filling")
+    assert (raised.rule, raised.run, raised.title) == ("disk", "", "the coordinator: a disk is filling up")
     assert raised.text == "the disk of /data: 90.0 GB of 1,000.0 GB are free (9 %)."
     assert look(105_000_000_000) == []
     assert [n.state for n in look(120_000_000_000)] == ["resolved"]

@@ -108,5 +108,5 @@ def test_names_of_the_tier(text: str, copies: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["peer:", "peer:0", "peer:9", "peer:two"])
 def test_wrong_numbers_of_copies_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="from 1 to 8"):
+    with pytest.raises(ValueError, match="copies, 1 to 8"):
         copies_wanted(text)

@@ -107,7 +107,7 @@ def test_what_is_not_there_cannot_be_cleared(fleet: Fleet) -> None:
     add(fleet)
     with pytest.raises(Unknown) as refused:
         fleet.do(ClearHost(host="node-9", by="ada"))
-    assert refused.value.hint == "Quarantined are: node-7."
+    assert refused.value.hint == "Quarantined machines: node-7."
 
 
 @pytest.mark.parametrize("host", ["", "x" * 1_000, "a\0b"])
@@ -137,7 +137,7 @@ def test_the_policy_decides_it_for_gpus_alone() -> None:
     restarts = Restarts(Policy.parse("gpu=quarantine"))
     verdict = restarts.failed(ECC, lasted_s=5.0, now_s=1.0)
     assert (verdict.decision, verdict.quarantine) == ("restart", True)
-    assert "takes a machine out of use whose GPU has failed" in verdict.reason
+    assert "quarantines a machine whose GPU has failed" in verdict.reason
     assert not restarts.failed(BUG, lasted_s=5.0, now_s=2.0).quarantine
     assert not Restarts(Policy()).failed(ECC, lasted_s=5.0, now_s=1.0).quarantine
     with pytest.raises(PolicyError, match="preemption is 'quarantine'; it may be stop or continue"):
@@ -149,7 +149,7 @@ DAMAGED = Failure(
     host="node-9",
     pid=5,
     exit_code=1,
-    error=WorkerError(type="ReplicaDamaged", message="The state of rank 2 changed by itself 3 times"),
+    error=WorkerError(type="ReplicaDamaged", message="The state of rank 2 was corrupted 3 times"),
 )
 
 
@@ -161,7 +161,7 @@ def test_a_machine_that_corrupts_again_and_again_is_out_of_use_whatever_the_poli
         return restarts.failed(failure, lasted_s=100.0, now_s=1.0, can_quarantine=can_quarantine)
 
     assert verdict().quarantine
-    assert "changed by itself 3 times" in verdict().reason
+    assert "was corrupted 3 times" in verdict().reason
     assert verdict("gpu=stop").decision == "stop"
     assert not verdict(failure=ECC).quarantine  # That is the policy's to say.
     alone = verdict(can_quarantine=False)

@@ -156,7 +156,7 @@ def test_a_generation_with_one_that_ended_while_all_met_is_over_at_once() -> Non
         regroup.left(number, now_s=1.0)
     regroup.dropped(1, "rank 1 has ended", now_s=1.1)
     regroup.met((0, 1), now_s=1.2)
-    assert regroup.decide(1.2) == Leave(workers=(0,), reason="worker 1 ended while all met")
+    assert regroup.decide(1.2) == Leave(workers=(0,), reason="worker 1 ended during the rendezvous")
 
 
 def test_without_a_job_nobody_says_when_training_has_begun_and_a_replacement_waits_a_moment_only() -> None:

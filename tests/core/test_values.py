@@ -237,5 +237,5 @@ def test_a_restart_counts_what_the_journal_has(monkeypatch: pytest.MonkeyPatch) 
     again = Fleet()
     for event in fleet.cluster.compact():
         again.cluster.apply(event, Instant(mono_s=0.0, wall_s=0.0))
-    with pytest.raises(Overloaded, match="bound to no job"):
+    with pytest.raises(Overloaded, match="belong to no job"):
         swap(again, "k10", body=b"x" * 200)

@@ -26,7 +26,7 @@ def test_a_machine_is_drained_and_undrained_by_two_clicks(watched: Coordinator, 
         page.see("Its agents cannot rejoin until the drain is cancelled.")
         page.fill("Deadline (seconds)", "45")
         page.click("button", "Drain")
-        page.see("no agent of it takes part in a run")
+        page.see("none of its agents is in a run")
         (known,) = (one for one in watched.get("/api/drains") if one["host"] == "node-7")
         assert known["deadline"] - known["since"] == 45
         assert page.serious() == []

@@ -68,7 +68,7 @@ def test_a_token_opens_the_requested_page_and_no_script_can_read_it(visitor: Bro
     assert visitor.serious() == []
     visitor.fill("Token", "not-a-token-that-anybody-has-ever-had")
     visitor.press("Enter")
-    visitor.see("This is not a token that counts here.", css="[role=alert]")
+    visitor.see("This token is not valid here.", css="[role=alert]")
     visitor.fill("Token", ADMIN)
     visitor.press("Enter")
     visitor.see(role="heading", name="Incidents", exact=True)
@@ -221,7 +221,7 @@ def test_guessing_tokens_is_rate_limited(page: Browser, tmp_path: Path) -> None:
         page.open("/")
         page.fill("Token", "another guess")
         page.evaluate(GUESS)
-        page.see("There were too many wrong tokens from here.", css="[role=alert]")
+        page.see("Too many wrong tokens came from this address.", css="[role=alert]")
         page.leave()
     finally:
         server.stop()

@@ -194,7 +194,7 @@ def test_paths_globs_and_lists_of_them_are_read(tmp_path: Path) -> None:
         assert sorted(i for batch in loader for i in batch.data["id"].tolist()) == list(range(30))
     with pytest.raises(DataError, match="no batch size"):
         as_elastic_loader([tmp_path / "part-0.jsonl"])
-    with pytest.raises(DataError, match="named twice"):
+    with pytest.raises(DataError, match="listed twice"):
         as_elastic_loader([tmp_path, tmp_path / "part-0.jsonl"], global_batch_size=4)
     with pytest.raises(DataError, match="no such file"):
         as_elastic_loader(tmp_path / "nothing-*.jsonl", global_batch_size=4)
@@ -202,7 +202,7 @@ def test_paths_globs_and_lists_of_them_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [7, {"a": 1}, None, object()])
 def test_what_is_no_data_is_said_to_be_none(given: object) -> None:
-    with pytest.raises(DataError, match=r"data is a strata\.ElasticLoader"):
+    with pytest.raises(DataError, match=r"data must be a strata\.ElasticLoader"):
         as_elastic_loader(given)
 
 
@@ -253,7 +253,9 @@ def test_a_stream_that_is_not_as_long_as_it_was_said_to_be_is_refused() -> None:
 
 
 def test_a_stream_without_state_is_refused_or_replayed() -> None:
-    with pytest.raises(DataError, match="neither exactly-once nor the same order can be promised") as refused:
+    with pytest.raises(
+        DataError, match="neither exactly-once nor the same order can be guaranteed"
+    ) as refused:
         as_elastic_loader(DataLoader(Stateless(), batch_size=4))
     assert "replay=True" in refused.value.hint
     with pytest.raises(DataError, match="exactly-once"):

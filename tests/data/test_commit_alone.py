@@ -109,5 +109,5 @@ def test_a_position_that_somebody_has_moved_is_not_made_up_for() -> None:
     readers[0].sampler.commit()
     readers[0].sampler.move(0, 20)
     readers[0].sampler.commit()
-    with pytest.raises(StateMismatch, match="does not follow from it"):
+    with pytest.raises(StateMismatch, match="cannot be derived from it"):
         ledger.commit_alone("first")

@@ -61,7 +61,7 @@ def test_a_directory_without_checkpoints_is_distinguished_from_an_unknown_datase
 ) -> None:
     with pytest.raises(LedgerError, match="There is no checkpoint in"):
         audit(tmp_path / "nowhere", "d")
-    with pytest.raises(LedgerError, match="It knows 'd' epoch 0"):
+    with pytest.raises(LedgerError, match="Known: 'd' epoch 0"):
         audit(run, "other")
 
 

@@ -112,7 +112,7 @@ def test_a_buffer_that_the_state_leaves_out_is_refused_or_replayed(make: Make) -
 
 
 def test_a_stream_that_is_divided_among_ranks_already_is_refused(make: Make) -> None:
-    with pytest.raises(DataError, match="divided among ranks already"):
+    with pytest.raises(DataError, match="already divided among ranks"):
         as_elastic_loader(split_dataset_by_node(make(), rank=0, world_size=2), global_batch_size=8)
 
 

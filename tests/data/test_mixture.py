@@ -240,7 +240,7 @@ def test_a_change_while_reading_is_read_from_its_step_on() -> None:
     taken += islice(loader, 7)
     a = [int((batch.data < 1_000).sum()) for batch in taken]
     assert a == [4] * 5 + [2] * 5
-    with pytest.raises(MixtureError, match="step 9 has begun; the first that can be changed is 10"):
+    with pytest.raises(MixtureError, match="step 9 has already started; the first that can be changed is 10"):
         loader.sampler.change_weights(Change(step=9, weights={"a": 0.5}))
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_a_source_is_refused_with_the_reason() -> None:
         Mixture({"a": (n for n in range(3))}, weights={"a": 1})  # type: ignore[dict-item]
     with pytest.raises(MixtureError, match="needs a sequence_length"):
         Mixture({"a": range(3)}, weights={"a": 1}, pack=True)
-    with pytest.raises(DataError, match="is no document of token ids"):
+    with pytest.raises(DataError, match="is not a document of token ids"):
         Mixture({"a": ["text"]}, weights={"a": 1}, pack=True, sequence_length=8)
     with pytest.raises(ValueError, match="needs a global_batch_size"):
         ElasticSampler(

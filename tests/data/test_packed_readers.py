@@ -178,7 +178,7 @@ def test_a_damaged_mds_shard_is_named(tmp_path: Path, compression: str | None) -
     with pytest.raises(DataError, match=r"shard\.00000.*index\.json says"):
         discover(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=r"shard\.00000.*there is no such file"):
+    with pytest.raises(DataError, match=r"shard\.00000.*the file is missing"):
         discover(tmp_path)
 
 

@@ -219,7 +219,7 @@ def test_with_a_coordinator_calls_go_there() -> None:
     ]
     assert registry.get_shard("d", 0, 2) == ["a", "b"]
     for call in (registry.datasets, registry.active_workers, lambda: registry.register_worker("w")):
-        with pytest.raises(StrataError, match="alone in its process"):
+        with pytest.raises(StrataError, match="only for a registry without a coordinator"):
             call()
     with pytest.raises(TypeError, match="TrainingOrchestrator"):
         DatasetRegistry(50051)  # type: ignore[arg-type]

@@ -96,16 +96,16 @@ def test_a_loader_reads_batches_of_changing_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_tokens": 10}, "go together"),
+        ({"max_tokens": 10}, "max_tokens needs lengths"),
         ({"max_tokens": 10, "lengths": [1, 2]}, "one number for each"),
         ({"max_tokens": 10, "lengths": [1, 11, 2]}, "sample 1 has 11 tokens"),
         ({"max_tokens": 10, "lengths": [1, -1, 2]}, "length of -1"),
         ({"max_tokens": 0, "lengths": [0, 0, 0]}, "must be positive"),
         (
             {"max_tokens": 10, "lengths": [1, 1, 1], "drop_last": True},
-            "neither micro_batch_size nor drop_last",
+            "combined with micro_batch_size or drop_last",
         ),
-        ({"max_tokens": 10, "lengths": [1, 1, 1], "batch_size": 2}, "give either"),
+        ({"max_tokens": 10, "lengths": [1, 1, 1], "batch_size": 2}, "exactly one of"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, object], reason: str) -> None:

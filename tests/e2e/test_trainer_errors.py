@@ -339,7 +339,7 @@ def test_retry_saves_as_soon_as_the_disk_has_space(job: SampleJob, tmp_path: Pat
     with small_tmpfs(tmp_path / "checkpoints", size_bytes=16 << 20) as disk:
         ballast = fill(disk, 16 << 20)
         with training(job, tmp_path, checkpoint=retrying()) as started:
-            started.await_words("Trying again in 0.1 s")
+            started.await_words("Retrying in 0.1 s")
             assert "No space left on device" in started.told
             ballast.unlink()
             started.end().assert_complete()

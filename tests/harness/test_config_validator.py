@@ -88,7 +88,7 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
             "Unknown async_save_policy 'panic'. Valid options: ['warn', 'fail', 'retry']",
         ),
         ({"checkpoint__s3_bucket": "s3://bucket/x"}, "checkpoint.s3_bucket", "takes the bare name"),
-        ({"checkpoint__s3_bucket": "No_Bucket"}, "checkpoint.s3_bucket", "no valid bucket name"),
+        ({"checkpoint__s3_bucket": "No_Bucket"}, "checkpoint.s3_bucket", "not a valid bucket name"),
         (
             {"scaling__strategy": "invalid"},
             "scaling.strategy",

@@ -104,7 +104,7 @@ def test_overrides_and_older_names_are_taken(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="There is no file"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         read_train_config(tmp_path / "absent.yaml")
 
 

@@ -195,7 +195,7 @@ def test_streams_own_checkpoints_and_batches_that_do_not_divide_are_refused(tmp_
     trainer.train_dataset = Stream()
     with pytest.raises(CannotPromise, match="map-style dataset"):
         _callback(tmp_path).attach(trainer).train()
-    with pytest.raises(CannotPromise, match="Leave it out"):
+    with pytest.raises(CannotPromise, match="Remove it"):
         _callback(tmp_path).attach(_trainer(tmp_path)).train(resume_from_checkpoint=True)
     with pytest.raises(CannotPromise, match=r"global batch of 10 .* batches of 4 on 1 rank"):
         _callback(tmp_path, global_batch_size=10).attach(_trainer(tmp_path)).train()

@@ -350,7 +350,7 @@ def test_other_loaders_and_checkpoints_beside_the_run_are_refused(tmp_path: Path
         plugins=[StrataCheckpointIO()],
         enable_checkpointing=False,
     )
-    with pytest.raises(CannotPromise, match="Leave it out"):
+    with pytest.raises(CannotPromise, match="Remove it"):
         trainer.fit(
             _model(), TrainerLoader(Numbered(), batch_size=4), ckpt_path=tmp_path / "own" / "last.ckpt"
         )

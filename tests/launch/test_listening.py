@@ -233,4 +233,4 @@ def test_who_asks_for_torchs_rendezvous_is_warned_what_it_opens(runs: Runs) -> N
     runs.ready(1)
     (said,) = runs.finish()
     assert "warning: --rdzv-backend=c10d" in said
-    assert "runs code as you" in said
+    assert "can run code as you" in said

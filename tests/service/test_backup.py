@@ -192,14 +192,14 @@ def test_list_of_checkpoints_is_rebuilt_from_their_manifests(
     ids = [*saved(folder, generation=1, steps=[10, 20]), *saved(folder, generation=2, steps=[30])]
     ran = strata("rebuild", str(folder), "--job", "job", "--api", coordinator.url)
     assert ran.code == 0, ran.err
-    assert "3 checkpoints, up to step 30; 3 were not known" in ran.out
+    assert "3 checkpoints, up to step 30; 3 were added" in ran.out
     shown = coordinator.get("/api/checkpoints")
     assert {each["id"]: each["status"] for each in shown} == dict.fromkeys(ids, "completed")
     with stub(coordinator.address) as calls:
         latest = calls.GetLatestCheckpoint(pb.GetLatestCheckpointRequest(job_id="job"))
     assert latest.latest_checkpoint.step == 30
 
-    assert "0 were not known" in strata("rebuild", str(folder), "--job", "job", "--api", coordinator.url).out
+    assert "0 were added" in strata("rebuild", str(folder), "--job", "job", "--api", coordinator.url).out
     assert coordinator.get("/api/checkpoints") == shown
 
 

@@ -376,7 +376,7 @@ def test_majority_of_etcd_is_lost_and_all_is_readable_until_it_is_back(
             assert [worker["id"] for worker in found] == ["before"]
             answer = whenever(partial(unredirected, "POST", each.url + "/api/tasks"))
             assert (answer.code, answer.headers["Retry-After"]) == (503, "1")
-            assert "nobody leads" in json.load(answer)["message"]
+            assert "no coordinator leads" in json.load(answer)["message"]
             answer.close()
             with stub(each.address) as calls, pytest.raises(grpc.RpcError) as caught:
                 calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="refused"), timeout=30)

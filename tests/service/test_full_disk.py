@@ -198,7 +198,7 @@ def test_coordinator_on_a_full_disk_reads_refuses_and_resumes(small_disk: Path) 
         assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "storage_full")
         assert "disk is full" in message
         assert str(small_disk / "data") in message
-        assert "by themselves" in hint
+        assert "automatically" in hint
 
         # What is known can be read, and what needs no disk still works.
         assert coordinator.get("/api/status")["storage"]["is_full"] is True

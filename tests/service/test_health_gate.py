@@ -167,7 +167,7 @@ def test_the_coordinator_says_why_a_slow_machine_is_not_to_join(coordinator: Coo
 
     try:
         assert [report(f"m{number}", 50.0) for number in range(3)] == ["", "", ""]
-        assert "12 where the median of 3 other machines is 50" in report("slow", 12.0)
+        assert "12, the median of 3 other machines is 50" in report("slow", 12.0)
         assert "clock" in report("late", 50.0, clock_s=time.time() - 7200)
     finally:
         client.close()
@@ -194,7 +194,7 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return left, other, product
 
     monkeypatch.setattr(health, "whole_numbers", wrong)
-    with pytest.raises(health.Unfit, match="multiplies matrices wrong"):
+    with pytest.raises(health.Unfit, match="multiplies matrices incorrectly"):
         health.check_processor(health.Findings())
 
 

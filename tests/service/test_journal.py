@@ -204,7 +204,7 @@ def test_coordinator_with_a_damaged_journal_says_so_and_stops(tmp_path: Path) ->
     damaged(tmp_path, "missing events")
     done = serve(tmp_path)
     assert done.code == 1
-    assert "has lost events: after 99 comes 121" in done.err
+    assert "has lost events: 121 follows 99" in done.err
     assert "what to do:" in done.err
     assert "Traceback" not in done.err + done.out
 

@@ -379,11 +379,11 @@ def test_lease_that_is_gone_is_not_renewed(etcd_backend: EtcdBackend) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("etcd://", "is no journal"),
-        ("postgres://h:1", "is no journal"),
-        ("etcd://h:port", "no address of etcd"),
-        ("etcd://h:0", "no address of etcd"),
-        ("etcd://user:secret@h:2379", "does not belong into an address"),
+        ("etcd://", "is not a journal"),
+        ("postgres://h:1", "is not a journal"),
+        ("etcd://h:port", "not an etcd address"),
+        ("etcd://h:0", "not an etcd address"),
+        ("etcd://user:secret@h:2379", "must not contain a password"),
     ],
 )
 def test_addresses_that_cannot_be_are_refused(text: str, problem: str) -> None:
@@ -453,10 +453,10 @@ def test_copy_overwrites_nothing_and_takes_nothing_from_under_a_coordinator(
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("journal", "is no journal; write sqlite:DATA_DIR or etcd://HOST:PORT"),
-        ("sqlite:", "is no journal"),
+        ("journal", "is not a journal; write sqlite:DATA_DIR or etcd://HOST:PORT"),
+        ("sqlite:", "is not a journal"),
         ("sqlite:/nowhere/at/all", "There is no journal in /nowhere/at/all"),
-        ("etcd://u:p@h:1", "does not belong into an address"),
+        ("etcd://u:p@h:1", "must not contain a password"),
         ("etcd://127.0.0.1:9", "cannot be reached"),
     ],
 )

@@ -94,7 +94,7 @@ def test_one_client_cannot_take_every_connection_nor_the_listener_of_metrics(tmp
         with _connect(server.http_port) as one_more:
             answer = one_more.recv(65_536)
         assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"limit for one client" in answer
+        assert b"connections already, which is the limit" in answer
         assert b"nosniff" in answer, "in answers that the application has not seen, too"
         with _connect(address["metrics"], b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n") as wire:
             assert wire.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -68,7 +68,7 @@ def test_a_request_is_journaled_and_the_ranks_decide(coordinator: Coordinator) -
     ranks.cas(board_key("mixed"), board.decided(decided.requests).to_bytes(), found_value[1])
     found = coordinator.get(path)
     assert [(each["number"], each["status"]) for each in found["changes"]] == [(1, "adopted"), (2, "refused")]
-    assert found["changes"][1]["reason"] == "step 3 has begun; the first possible step is 10"
+    assert found["changes"][1]["reason"] == "step 3 has already started; the first possible step is 10"
     assert [each["from_step"] for each in found["weights"]] == [0, 20]
     assert found["weights"][1]["weights"] == {"web": 0.5, "code": 0.5}
     ranks.close()

@@ -189,7 +189,7 @@ def test_channels_and_rules_are_shown_without_secrets(coordinator: Coordinator) 
     listed = strata("notify", "ls", "--api", coordinator.url)
     assert listed.code == 0
     assert "one@example.org, two@example.org by localhost:" in listed.out
-    assert "no checkpoint for so many times" in listed.out
+    assert "no checkpoint for this many times" in listed.out
     for secret in SECRETS:
         assert secret not in json.dumps(shown) + listed.out
 
@@ -220,7 +220,7 @@ def test_a_loss_of_heartbeats_that_is_nan_is_told_everywhere_and_so_is_its_end(
         assert seen == {key: told[key] for key in seen}
         assert "llm: the loss is NaN" in mail_server.wait().text
         report(worker, 42, 2.0)
-        assert verified(webhooks.wait(of_ops))["title"] == "llm: the loss is back"
+        assert verified(webhooks.wait(of_ops))["title"] == "llm: the loss is back to normal"
         mail_server.wait()
     newest = coordinator.get("/api/notifications?run=llm")
     assert [each["state"] for each in newest] == ["resolved", "raised"]
@@ -360,7 +360,7 @@ def test_messages_call_nobody_and_hold_no_markup_of_others() -> None:
 def test_a_server_that_sends_elsewhere_is_not_followed(webhooks: Webhooks) -> None:
     webhooks.answers.append((302, {"Location": f"{webhooks.url}/elsewhere"}))
     sent = send(Channel(name="a", kind="webhook", url=f"{webhooks.url}/here"), NOTICE)
-    assert sent.error == "it sent us elsewhere, which is not followed (302 Found)"
+    assert sent.error == "it answered with a redirect, which is not followed (302 Found)"
     assert not sent.again
 
 
@@ -407,7 +407,7 @@ def test_a_port_where_nobody_listens_is_worth_another_attempt() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/secret-path"
         sent = send(Channel(name="a", kind="webhook", url=url), NOTICE)
-    assert sent.error == "nobody could be reached there (Connection refused)"
+    assert sent.error == "the address could not be reached (Connection refused)"
     assert sent.again
 
 

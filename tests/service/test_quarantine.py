@@ -70,12 +70,12 @@ def test_the_command_line_adds_shows_and_clears_and_a_restart_forgets_nothing(
     assert "GPU 3 has ECC errors" in strata("quarantine", "ls", *api).out
     (incident,) = (one for one in coordinator.get("/api/incidents") if one["subject"] == "quarantine")
     assert incident["state"] == "open"
-    assert "quarantine: the machine node-7 is out of use" in strata("why", "--all", *api).out
+    assert "quarantine: the machine node-7 is quarantined" in strata("why", "--all", *api).out
     assert strata("quarantine", "clear", "node-7", *api).code == 0
     assert admitted(coordinator, "node-7") == ""
     again = strata("quarantine", "clear", "node-7", *api)
     assert again.code == 1
-    assert "Quarantined are: none." in again.err
+    assert "Quarantined machines: none." in again.err
 
 
 @pytest.mark.parametrize("body", [{}, {"host": "a"}, {"host": "", "reason": "r"}, {"host": "a", "reason": 3}])
@@ -170,7 +170,7 @@ def test_a_machine_whose_gpu_fails_leaves_and_the_run_continues_without_it(
         (tmp_path / "fail-bad").touch()
         assert bad.ended() == 128 + 15
         said = "".join(bad.output)
-        assert "this machine leaves the run: the policy of this run takes a machine out of use" in said
+        assert "this machine leaves the run: the policy of this run quarantines a machine" in said
         good.wait_for("MET good 0 1")
         (shown,) = coordinator.get("/api/quarantine")
         assert (shown["host"], shown["by"], shown["run"]) == ("bad", "the policy of quarantine", "quarantine")

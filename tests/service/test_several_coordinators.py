@@ -86,7 +86,7 @@ def test_none_that_leads_is_one_message_that_names_each(standby: Standby) -> Non
         text = str(refused.value)
         assert text.startswith("None of the coordinators leads: ")
         assert f"127.0.0.1:{dead}: " in text
-        assert f"{standby.address}: This coordinator is a standby; nobody leads" in text
+        assert f"{standby.address}: This coordinator is a standby; no coordinator leads" in text
         assert isinstance(refused.value, CoordinatorUnavailable), "training continues, as without any"
 
 
@@ -211,7 +211,7 @@ def test_the_api_says_what_each_answered_when_nobody_leads(
         api.post(f"http://127.0.0.1:{dead},{http_standby.url}", "/api/tasks", {})
     text = str(refused.value)
     assert f"http://127.0.0.1:{dead}: [Errno 111] Connection refused" in text
-    assert f"{http_standby.url}: it is a standby, and knows of no coordinator that leads" in text
+    assert f"{http_standby.url}: it is a standby and knows no leader" in text
 
 
 def test_a_change_that_may_have_arrived_is_not_repeated(shared: Coordinator) -> None:

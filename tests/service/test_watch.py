@@ -170,7 +170,7 @@ def test_each_worker_has_a_history_of_what_it_used(coordinator: Coordinator) -> 
     [
         ("/api/metrics/history?series=nothing", 422, "coordinator_rps"),
         ("/api/metrics/history?series=loss", 422, "series"),
-        ("/api/metrics/history?job_id=nobody", 404, "starts when"),
+        ("/api/metrics/history?job_id=nobody", 404, "exists once"),
         ("/api/metrics/history?step=7", 422, "step"),
         ("/api/metrics/history?since=soon", 422, "since"),
         ("/api/jobs/nobody/goodput", 404, "reports"),

@@ -80,7 +80,7 @@ async def test_an_outage_is_logged_when_it_starts_when_it_changes_and_when_it_en
         await asyncio.gather(*running, return_exceptions=True)
         engine.close()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("ERROR", "tasks cannot be supervised now: The cluster cannot be reached."),
+        ("ERROR", "tasks cannot be supervised: The cluster cannot be reached."),
         (
             "ERROR",
             "tasks could not be supervised; retrying: ValueError('The cluster speaks nonsense.')",
@@ -205,7 +205,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_machine_that_is_lost(
     async with running(engine, runner):
         await engine.submit(StopTask(task_id=TaskId("t-a"), reason="enough"))
         await until(lambda: engine.cluster.tasks.tasks[TaskId("t-a")].status == "stopped")
-        assert "nothing was heard of it" in engine.cluster.tasks.tasks[TaskId("t-a")].reason
+        assert "has reported" in engine.cluster.tasks.tasks[TaskId("t-a")].reason
         assert launcher.stopped == []
 
 
@@ -237,11 +237,11 @@ async def test_a_task_says_whether_the_coordinator_of_its_machine_is_there(
     engine, runner, _ = among_several(tmp_path, "b")
     reason = lambda: engine.cluster.tasks.tasks[TaskId("t-a")].reason  # noqa: E731
     async with running(engine, runner):
-        await until(lambda: "on a, whose coordinator is away" in reason())
+        await until(lambda: "on a, whose coordinator is unreachable" in reason())
         runner.see_attended(["a"])
-        await until(lambda: reason() == "attempt 1 on a, where a standby looks after it")
+        await until(lambda: reason() == "attempt 1 on a, supervised by a standby")
         runner.see_attended([])
-        await until(lambda: "on a, whose coordinator is away" in reason())
+        await until(lambda: "on a, whose coordinator is unreachable" in reason())
         task = engine.cluster.tasks.tasks[TaskId("t-a")]
         assert (task.status, task.attempt, task.cause) == ("running", 1, None)
 

@@ -161,8 +161,8 @@ def test_a_declared_script_gets_each_value_as_one_argument(tmp_path: Path) -> No
 
 
 BAD_DECLARATIONS = {
-    "no program": ("description = 'x'", "either a script or a module"),
-    "two programs": ("script = 'job.py'\nmodule = 'job'", "either a script or a module"),
+    "no program": ("description = 'x'", "either script or module"),
+    "two programs": ("script = 'job.py'\nmodule = 'job'", "either script or module"),
     "no such script": ("script = 'nothing.py'", "there is no script"),
     "a shell line": ("module = 'os; rm -rf /'", "dotted name of a Python module"),
     "unknown key": ("script = 'job.py'\ncomand = 'rm'", "comand is not a known key"),

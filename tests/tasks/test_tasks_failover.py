@@ -45,10 +45,10 @@ def test_task_outlives_the_leader_that_started_it_and_its_end_reaches_the_next_o
         eventually(lambda: new.server.get("/api/status")["role"] == "leader", within_s=30)
         seen = new.until(task_id, lambda task: task["step"] > begun["step"] + 2)
         assert (seen["status"], seen["attempts"], seen["started_at"]) == ("running", 1, begun["started_at"])
-        new.until(task_id, lambda task: "whose coordinator is away" in task["reason"])
+        new.until(task_id, lambda task: "whose coordinator is unreachable" in task["reason"])
         old.server.start()
         assert old.server.get("/api/status")["role"] == "standby"
-        new.until(task_id, lambda task: "where a standby looks after it" in task["reason"])
+        new.until(task_id, lambda task: "supervised by a standby" in task["reason"])
         slow.unlink()
         ended = new.ended(task_id)
         assert (ended["status"], ended["attempts"], ended["exit_cause"]) == ("completed", 1, None)

@@ -231,7 +231,7 @@ def test_spot_instance_that_is_taken_back_hands_over_to_a_machine_that_stands_by
         eventually(lambda: _settled(coordinator), within_s=60)
         (known,) = drains(coordinator)
         assert (known["host"], known["by"]) == ("b", "aws")
-        assert known["reason"] == "AWS takes this spot instance back (terminate)"
+        assert known["reason"] == "AWS reclaims this spot instance (terminate)"
         assert [one["lost_steps"] for one in known["handovers"]] == [0]
         machines.slow.unlink()
         a.finish()

@@ -58,7 +58,7 @@ def test_measuring_leaves_every_module_in_the_mode_it_was_in(tmp_path: Path) -> 
         assert (any(seen), loop.model.training, frozen.training) == (False, True, False)
         with pytest.raises(TypeError, match="mapping of names"):
             job.evaluate(numbers(), lambda batch: 3.0)  # type: ignore[arg-type, return-value]
-        with pytest.raises(DataError, match="cannot be evaluated on"):
+        with pytest.raises(DataError, match="cannot be used for evaluation"):
             job.evaluate(loop.loader)
 
 

@@ -486,7 +486,7 @@ def test_a_dataset_without_a_single_batch_is_an_error_before_the_first_step(tmp_
 
 def test_several_loaders_are_an_error_before_the_first_step(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "a")
-    with pytest.raises(DataError, match="data is one loader, not 2"):
+    with pytest.raises(DataError, match="data must be one loader, not 2"):
         strata.elastic(
             model=loop.model,
             optimizer=loop.optimizer,

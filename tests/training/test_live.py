@@ -206,7 +206,7 @@ def test_a_buffer_that_nobody_has_a_copy_of_makes_a_state_incomplete(tmp_path: P
         in_forward(loop, batch)
 
     leave(loop, 5, first_change)
-    assert loop.job.live_reason == "changed since step 5, and nobody has a copy: '3.seen'"
+    assert loop.job.live_reason == "changed since step 5, without a copy: '3.seen'"
     assert run.saved == []
 
 
@@ -217,7 +217,7 @@ def test_a_parameter_that_was_changed_by_hand_makes_a_state_incomplete(tmp_path:
         raise Crash
 
     loop = leave(sparse(tmp_path / "a"), 5, by_hand)
-    assert loop.job.live_reason == "changed since step 5, and nobody has a copy: '0.weight'"
+    assert loop.job.live_reason == "changed since step 5, without a copy: '0.weight'"
 
 
 def test_a_setting_that_was_changed_since_makes_a_state_incomplete(tmp_path: Path, run: Run) -> None:
@@ -244,7 +244,7 @@ def test_who_is_not_asked_to_saves_nothing(tmp_path: Path, run: Run) -> None:
 def test_a_rescue_that_fails_leaves_the_error_and_says_why(tmp_path: Path, run: Run) -> None:
     loop = leave(sparse(tmp_path / "a", snapshot_limit_bytes=10), 5, in_forward)
     assert loop.job.live_reason.endswith(
-        "could not be saved: It is larger than snapshots may be (snapshot_limit_bytes)."
+        "could not be saved: It is larger than the limit for snapshots (snapshot_limit_bytes)."
     )
     assert run.saved == []
 

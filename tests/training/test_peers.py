@@ -283,7 +283,7 @@ def test_both_holders_lost_means_the_durable_tier_and_that_is_said(tmp_path: Pat
         durable = (tmp_path / "job" / "checkpoints").glob(f"ckpt-{found['resumed']:08d}-*.manifest.json")
         assert list(durable)
         assert found["resumed"] >= 40
-        assert "parts are not there" in running.output()
+        assert "parts are missing" in running.output()
         running.finish()
     assert_exact(tmp_path / "job")
 

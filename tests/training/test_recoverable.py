@@ -351,7 +351,7 @@ def test_spare_takes_the_rank_of_a_lost_worker_and_another_stands_by(tmp_path: P
         running.await_spare(2)
         running.finish()
     assert running.pids()[1][1:] == [spare], running.output()
-    assert f"a spare (pid {spare}) takes the place of rank 1" in running.output()
+    assert f"a spare (pid {spare}) replaces rank 1" in running.output()
     entered = [line for line in running.log() if line["pid"] == spare and "entered" in line]
     assert {(line["slot"], line["rank"], line["local"], line["world"]) for line in entered} == {(1, 1, 1, 3)}
     assert next(line["spare"] for line in running.log() if "spare" in line) == "3"  # Beyond all ranks.
@@ -463,7 +463,7 @@ def test_machine_beyond_those_of_the_world_stands_by_and_takes_a_lost_ones_place
     finally:
         coordinator.stop()
     output = first.output()
-    assert "this one stands by until one of them is lost" in output
+    assert "this one is on standby until one of them is lost" in output
     waited = {line["pid"] for line in first.log() if "wait" in line and line["machine"] == "c"}
     entered = {line["pid"] for line in first.log() if "entered" in line and line["machine"] == "c"}
     assert entered <= waited, output  # The process that stood by is the one that trains.
@@ -489,7 +489,7 @@ def test_machine_that_was_not_needed_ends_with_the_run(tmp_path: Path) -> None:
                 second.finish()
     finally:
         coordinator.stop()
-    assert "this machine stood by and was not needed" in first.output()
+    assert "this machine was on standby and not needed" in first.output()
     assert not any("entered" in line for line in first.log() if line["machine"] == "b")
     assert_nobody_is_left(first)
 
@@ -524,7 +524,7 @@ def test_who_survives_stays_the_same_worker_whatever_its_rank(tmp_path: Path, ki
             made = recoveries()[::-1]
     finally:
         coordinator.stop()
-    if "is stuck in a collective" in running.output():
+    if "is stuck in an aborted collective" in running.output():
         pytest.skip("gloo has lost a survivor's send, and it was replaced")
     lost = f"survives-rank{slot}"
     assert {name for name in names if after[name] != before[name]} == {lost}

@@ -299,7 +299,7 @@ def test_a_lost_machine_leaves_what_is_durable(tmp_path: Path, undisturbed: Call
     shutil.rmtree(folder / "memory-1")
     ended = finish("fsdp", folder, 2, env=apart)
     assert ended.resumed.startswith("resumed 4 from"), ended.output
-    assert "1 of its 2 parts are not there" in ended.resumed
+    assert "1 of its 2 parts are missing" in ended.resumed
     check_same(folder, undisturbed("fsdp", 2))
 
 

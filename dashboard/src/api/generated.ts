@@ -114,9 +114,9 @@ export interface ChangeView {
 }
 
 export interface ChangeWeightsBody {
-  /** Shares of some sources; the others divide the rest as they do now */
+  /** New shares of some sources; the others divide the rest as they do now */
   weights: Record<string, number>;
-  /** The first step with them */
+  /** The first step with the new shares */
   from_step: number;
 }
 
@@ -300,7 +300,7 @@ export interface CreateTokenBody {
   name?: string;
   role: "viewer" | "worker" | "operator" | "admin";
   job_id?: string | null;
-  /** 7d, 12h, 30m; or never */
+  /** Lifetime: 7d, 12h, 30m, or never */
   expires?: string;
 }
 
@@ -420,12 +420,12 @@ export interface DeliveryView {
 export interface DrainBody {
   /** As its workers show it */
   host: string;
-  /** Seconds until the machine may be gone */
+  /** Seconds until the machine may be shut down */
   within_s: number;
   reason?: string;
 }
 
-/** One machine that goes, or has gone. Times are Unix seconds. */
+/** One machine that is draining or drained. Times are Unix seconds. */
 export interface DrainView {
   host: string;
   state: "draining" | "drained";
@@ -528,7 +528,7 @@ export interface HandoverRecordedEvent {
   data: HandoverRecorded;
 }
 
-/** What became of one run of a machine that goes. */
+/** The outcome for one run of a draining machine. */
 export interface HandoverView {
   run: string;
   saved_step: number | null;
@@ -774,7 +774,7 @@ export interface LinkBody {
 }
 
 export interface LinkView {
-  /** To be put behind the coordinator's address */
+  /** To be appended to the coordinator's address */
   path: string;
   /** In seconds */
   expires_in: number;
@@ -834,7 +834,7 @@ export interface LossView {
 export interface MachineAgents {
   /** As its workers show it */
   host: string;
-  /** Those that hold a stream to this coordinator */
+  /** Those connected to this coordinator */
   agents: number;
 }
 
@@ -938,7 +938,7 @@ export interface QuarantineBody {
   reason: string;
 }
 
-/** One machine that is out of use. Times are Unix seconds. */
+/** One quarantined machine. Times are Unix seconds. */
 export interface QuarantineView {
   host: string;
   reason: string;
@@ -947,7 +947,7 @@ export interface QuarantineView {
   since: number;
 }
 
-/** What may be run here. */
+/** A recipe that tasks can run. */
 export interface RecipeBody {
   name: string;
   description: string;
@@ -955,7 +955,7 @@ export interface RecipeBody {
   schema: Record<string, unknown>;
   needs_dataset: boolean;
   max_workers: number | null;
-  /** When a task does not say; null: one where there are enough */
+  /** Default for tasks that do not set it; null: one per worker if there are enough */
   gpus_per_worker: number | null;
   built_in: boolean;
 }
@@ -1123,13 +1123,13 @@ export interface SeriesView {
   values: (number | null)[];
 }
 
-/** Who is asking, and what they may do. */
+/** The caller and its permissions. */
 export interface SessionView {
   name: string;
   role: "viewer" | "worker" | "operator" | "admin";
-  /** The only job this credential is about; null: all of them */
+  /** The job this credential is bound to; null: all jobs */
   job_id: string | null;
-  /** Whether a cookie says so, which signing out would end */
+  /** Whether the caller signed in with a cookie, which signing out would end */
   signed_in: boolean;
 }
 
@@ -1178,7 +1178,7 @@ export interface ShardsMovedEvent {
   data: ShardsMoved;
 }
 
-/** A token, or the code of a link. One of them. */
+/** A token or the code of a link; exactly one of them. */
 export interface SignInBody {
   token?: string | null;
   code?: string | null;

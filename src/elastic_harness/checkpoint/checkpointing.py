@@ -114,7 +114,7 @@ class CheckpointConfig:
     async_save_retry_delay: float = 5.0
     """Seconds."""
     max_memory_mb: float | None = None
-    """The most that snapshots in memory may take together; by default what the machine's shared memory has."""
+    """Memory limit for all snapshots together; by default the size of the machine's shared memory."""
 
     def __post_init__(self) -> None:
         checked = (
@@ -128,12 +128,12 @@ class CheckpointConfig:
         )
         check_settings(**{name: getattr(self, name) for name in checked})
         if not self.nvme_path and not self.s3_bucket:
-            raise InvalidCheckpointConfig("nvme_path or s3_bucket must say where checkpoints are kept")
+            raise InvalidCheckpointConfig("nvme_path or s3_bucket must be set")
 
 
 class CheckpointManager(Closing):
     def __init__(self, config: CheckpointConfig, *, job: str | None = None) -> None:
-        """`job` names the snapshots in memory; by default they belong to the places that checkpoints go to."""
+        """`job` names the snapshots in memory; by default they belong to the checkpoint destinations."""
         self.config = config
         self._pending = Pending()
         self.nvme_backend: NVMeBackend | None = None

@@ -128,7 +128,9 @@ def load_checkpoint_to_model(
                 ) from error
             if strict:
                 raise
-            log.warning("the optimizer starts afresh, its state does not fit: %s", error)
+            log.warning(
+                "the optimizer starts with a fresh state, because the saved one does not fit: %s", error
+            )
     if lr_scheduler is not None and state.lr_scheduler_state_dict:
         lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
     _restore_generators(state.rng_states)

@@ -80,7 +80,7 @@ def file_name(step: int) -> str:
 
 
 class StorageBackend(Closing, abc.ABC):
-    """What both backends share. `path` is a name in the place, or the full path or URL of it."""
+    """Base of both backends. `path` is a name within the backend, or a full path or URL."""
 
     tier: str
 

@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m elastic_harness.data.index_builder",
         description="Tokenize JSONL, plain text or parquet files (gzipped too) into a memory-mapped index.",
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help="data files, or patterns in quotes")
-    parser.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same, by name")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="data files, or globs in quotes")
+    parser.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same, as an option")
     parser.add_argument("-o", "--output", required=True, metavar="INDEX", help="where to write the index")
     parser.add_argument(
         "-t",

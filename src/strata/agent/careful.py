@@ -31,7 +31,7 @@ from strata.torch_compat.elastic import Agent, leave
 from strata.worker.address import coordinator_address
 
 LOOK_S = 1.0
-OUT_OF_RESTARTS = "there are no restarts left"
+OUT_OF_RESTARTS = "no restarts left"
 
 
 class CarefulAgent(Agent):

@@ -1,7 +1,7 @@
 """What an agent and its workers say to each other while workers recover without a restart: lines of JSON on a Unix socket.
 
 The agent listens in a private folder of its own; a worker connects when it comes to a recoverable function. Both ends have a thread
-that reads, so a worker that is stuck in a collective hears that its generation is over, and an agent that waits for other
+that reads, so a worker that is stuck in a collective learns that its generation is over, and an agent that waits for other
 machines still answers.
 
 | from a worker | |
@@ -85,7 +85,7 @@ class AgentChannel:
             os.eventfd_read(self._woken)
 
     def send(self, slot: int, message: Message) -> None:
-        """To one worker; one that is lost hears nothing, and its end is noticed otherwise."""
+        """To one worker; one that is lost receives nothing, and its end is noticed otherwise."""
         with self._lock:
             connection = self._workers.get(slot)
         if connection is not None:
@@ -216,7 +216,7 @@ def worker_channel(*, observe: Callable[[Message], None]) -> WorkerChannel | Non
     try:
         return WorkerChannel(path, int(slot), observe=observe)
     except OSError as error:
-        log.warning("no recovery without a restart: the agent does not answer at %s (%s)", path, error)
+        log.warning("in-process recovery is off: the agent does not answer at %s (%s)", path, error)
         return None
 
 

@@ -40,7 +40,7 @@ def limit_s() -> float:
     try:
         return max(0.0, float(os.environ.get(LIMIT_VARIABLE, "") or LIMIT_S))
     except ValueError:
-        log.warning("%s=%s is no number of seconds", LIMIT_VARIABLE, os.environ[LIMIT_VARIABLE])
+        log.warning("%s=%s is not a number of seconds", LIMIT_VARIABLE, os.environ[LIMIT_VARIABLE])
         return LIMIT_S
 
 
@@ -91,7 +91,7 @@ class WorkFinisher:
                 thread.join(0.1)  # A signal is noticed between two of these.
         finally:
             finisher.give_up(
-                f"the agent had to end, after {time.monotonic() - began_s:.0f} s" if thread.is_alive() else ""
+                f"the agent was stopped after {time.monotonic() - began_s:.0f} s" if thread.is_alive() else ""
             )
             thread.join(LAST_S)
             self._report(found)
@@ -112,7 +112,7 @@ class WorkFinisher:
         try:
             client.notify_checkpoint(_notice(finished, host=socket.gethostname()))
         except ConnectionError as error:
-            log.warning("the coordinator does not know what was saved: %s", error)
+            log.warning("the coordinator could not be notified of the upload: %s", error)
         finally:
             client.close()
 
@@ -122,7 +122,7 @@ def _run(finisher: Finisher) -> list[Finished]:
     try:
         return finisher.run()
     except Exception:
-        log.exception("what workers have left in memory was not uploaded, for an unexpected reason")
+        log.exception("uploading the snapshots that workers left in memory failed unexpectedly")
         return []
 
 
@@ -166,7 +166,7 @@ def _log(finished: Finished, outcome: Outcome) -> None:
     run = finished.record.run[:8]
     if outcome.result == "saved":
         more = (
-            "nothing was there before"
+            "the first checkpoint there"
             if outcome.steps_saved is None
             else f"{counted(outcome.steps_saved, 'step')} saved"
         )

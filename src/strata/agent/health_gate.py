@@ -93,7 +93,7 @@ def _examine() -> Findings:
     began_s = time.monotonic()
     found = examine_apart(folder=None)
     log.info(
-        "this machine was examined in %.1f s (%.1f s until its checks could begin)",
+        "health checks of this machine finished in %.1f s (%.1f s until they could start)",
         *(found.seconds, max(0.0, time.monotonic() - began_s - found.seconds)),
     )
     return found
@@ -112,7 +112,7 @@ def _report(client: CoordinatorCasClient, found: Findings, *, reason: str) -> st
     try:
         unfit = client.report_health(command)
     except ConnectionError as error:
-        log.debug("the coordinator does not know what this machine has measured of itself: %s", error)
+        log.debug("the coordinator could not be notified of this machine's health checks: %s", error)
         unfit = "; ".join(f"{name}: {why}" for name, why in sorted(found.failed.items()))
     if unfit:
         log.error("this machine is not fit to train: %s", unfit)

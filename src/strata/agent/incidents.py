@@ -50,9 +50,9 @@ class IncidentReporter:
 
     def report(self, failures: Sequence[Failure], verdict: Verdict) -> None:
         first = first_failing(failures)
-        decided = "the run stops" if verdict.decision == "stop" else "its workers are started again"
+        decided = "the run stops" if verdict.decision == "stop" else "its workers are restarted"
         if verdict.quarantine:
-            decided = "this machine is taken out of use, and leaves the run"
+            decided = "this machine is quarantined and leaves the run"
         log.error(
             "%s%s (%s); %s: %s",
             *(first, others(failures, first), classify(first), decided, verdict.reason),
@@ -128,7 +128,7 @@ class IncidentReporter:
                 if (
                     refused
                 ):  # One of an earlier version, or one that does not know us: saying it again is no help.
-                    log.warning("the coordinator does not take reports of failures: %s", error)
+                    log.warning("the coordinator does not accept reports of failures: %s", error)
                     return
             if self._closing.is_set():
                 deadline_s = deadline_s or time.monotonic() + LAST_WORDS_S

@@ -68,7 +68,10 @@ class Leaving:
                 return
             was_asked = self._is_asked
         log.warning(
-            "this machine goes within %.0f s (%s: %s): saving, and leaving the run", within_s, source, reason
+            "this machine shuts down within %.0f s (%s: %s): saving and leaving the run",
+            within_s,
+            source,
+            reason,
         )
         self.on_notice(notice)
         if was_asked:
@@ -107,7 +110,9 @@ class Leaving:
             self._end_in_time()
             return None  # A script of its own kind, which was asked to end: it says itself what it has saved.
         summary = summarize(outcomes, workers=workers)
-        lost = " (how many steps are lost, those who continue will say)" if summary.lost_steps is None else ""
+        lost = (
+            " (the remaining ranks will report how many steps are lost)" if summary.lost_steps is None else ""
+        )
         log.warning("this machine has left the run: %s%s", summary.reason, lost)
         if coordinator:
             _report(summary, launch=launch, coordinator=coordinator)
@@ -179,7 +184,7 @@ def _report(summary: Summary, *, launch: str, coordinator: str) -> None:
     try:
         client.report_handover(command)
     except ConnectionError as error:
-        log.warning("the coordinator does not know that this machine has left: %s", error)
+        log.warning("the coordinator could not be notified that this machine has left: %s", error)
     finally:
         client.close()
 

@@ -82,7 +82,7 @@ def from_aws(ask: Ask, now_s: float) -> Announced | None:
     said = _object(answer)
     action = str(said.get("action", "terminate"))
     return Announced(
-        reason=f"AWS takes this spot instance back ({action})",
+        reason=f"AWS reclaims this spot instance ({action})",
         within_s=_until(said.get("time"), now_s, default_s=120.0),
     )
 
@@ -134,9 +134,9 @@ def _object(answer: str) -> dict[str, Any]:
     try:
         said = json.loads(answer)
     except ValueError as error:
-        raise Unanswered(f"no JSON: {error}") from None
+        raise Unanswered(f"not JSON: {error}") from None
     if not isinstance(said, dict):
-        raise Unanswered("no JSON object")
+        raise Unanswered("not a JSON object")
     return said
 
 
@@ -275,6 +275,6 @@ def _tell(coordinator: str, source: str, found: Announced) -> None:
             socket.gethostname(), within_s=found.within_s, reason=found.reason, source=source
         )
     except ConnectionError as error:
-        log.warning("the coordinator does not know that this machine goes: %s", error)
+        log.warning("the coordinator could not be notified that this machine shuts down: %s", error)
     finally:
         client.close()

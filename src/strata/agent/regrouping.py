@@ -143,7 +143,7 @@ class RegroupingAgent(CarefulAgent):
             self._relay = SessionRelay(folder / "sessions")
             os.environ[SESSIONS_VARIABLE] = str(self._relay.path)
         except OSError as error:
-            log.warning("each worker has a session of its own: %s", error)
+            log.warning("each worker opens its own session: %s", error)
         self._finisher = WorkFinisher(str(channel.path), self.coordinator)
         atexit.register(self.close)
         return channel
@@ -154,7 +154,7 @@ class RegroupingAgent(CarefulAgent):
                 handler if isinstance(handler, Meeting) else None, run=handler.get_run_id()
             )
         except OSError as error:
-            log.warning("no copies of other machines' snapshots can be kept here: %s", error)
+            log.warning("this machine cannot keep copies of other machines' snapshots: %s", error)
             return None
         os.environ[SOCKET_VARIABLE] = str(peer_memory.socket_path)
         atexit.register(peer_memory.close)
@@ -259,7 +259,7 @@ class RegroupingAgent(CarefulAgent):
                 if self.has_restarts:
                     log.warning("all workers of this machine are restarted: %s", instruction.reason)
                     return WorkerState.UNHEALTHY
-                log.error("the run ends, because there are no restarts left: %s", instruction.reason)
+                log.error("the run ends, because no restarts are left: %s", instruction.reason)
                 self.processes.kill()
                 return None  # Torch finds them, and says that the run has failed.
             self._carry_out(instruction)
@@ -359,12 +359,12 @@ class RegroupingAgent(CarefulAgent):
         pid = self.processes.pids()[slot]
         if pid not in self._noted:
             failure = self.failure(slot, pid, code=None, replaced=instruction.reason)
-            reason = "it is ended and another process takes its place"
+            reason = "it is killed and replaced by another process"
             self._incidents.report([failure], Verdict(decision="restart", reason=reason))
         self._noted.discard(pid)  # Another process may get its number.
         if isinstance(instruction, Take):
             pid = self.processes.take_spare(instruction.spare, slot)
-            log.warning("a spare (pid %d) takes the place of rank %d", pid, self.rank_of(slot))
+            log.warning("a spare (pid %d) replaces rank %d", pid, self.rank_of(slot))
             with self._lock:
                 self._regroup.taken(slot, instruction.spare, now_s=time.monotonic())
                 self._numbers[slot] = instruction.spare
@@ -444,7 +444,7 @@ class RegroupingAgent(CarefulAgent):
             if self.peer_memory.is_wanted():
                 self.peer_memory.open()
         except (OSError, PeerError, ValueError) as error:
-            log.warning("no copies of other machines' snapshots are kept here: %s", error)
+            log.warning("this machine keeps no copies of other machines' snapshots: %s", error)
             self._ask_for_copies_s = now_s + 30 * ASK_S
 
     def _look_after_waiting(self, processes: WorkerProcesses) -> None:
@@ -453,7 +453,7 @@ class RegroupingAgent(CarefulAgent):
             if pids[slot] not in self._noted:
                 self._noted.add(pids[slot])
                 error = take_report(processes.error_files[slot]) if code > 0 else None
-                log.warning("a worker that stood by (pid %d) %s", pids[slot], _ended(code, error))
+                log.warning("a standby worker (pid %d) %s", pids[slot], _ended(code, error))
                 with self._lock:
                     self._regroup.ended(slot, "", now_s=time.monotonic())
         while True:
@@ -462,7 +462,7 @@ class RegroupingAgent(CarefulAgent):
             if isinstance(instruction, Replace):
                 self._replace(instruction)
             elif isinstance(instruction, Restart):
-                log.warning("workers are started when this machine is let in: %s", instruction.reason)
+                log.warning("workers are started when this machine may join: %s", instruction.reason)
                 self._end_waiting(processes)
                 return
             else:
@@ -497,9 +497,7 @@ class RegroupingAgent(CarefulAgent):
         if self.processes is None:
             return None
         everyone = tuple(range(self._slots))
-        self._enter(
-            Meet(workers=everyone, reason="this machine takes the place of another"), self.variables()
-        )
+        self._enter(Meet(workers=everyone, reason="this machine replaces another"), self.variables())
         return processes.pids()
 
     def _may_ask(self) -> bool:

@@ -2,7 +2,7 @@
 
 Workers connect to a private Unix socket; what they say is folded and goes up on one stream for each coordinator that they name,
 opened when the first of them comes. `core.fleet.multiplexer` decides all of it; this carries it out, in a thread of its own with one
-event loop. A worker is told to speak for itself where the coordinator does not know such streams (an earlier version), or refuses the
+event loop. A worker is asked to speak for itself where the coordinator does not know such streams (an earlier version), or refuses the
 agent. When a stream is lost it is opened again at once and nobody is lost with it; where that fails, workers are let go, and look for
 their coordinator themselves.
 
@@ -87,7 +87,7 @@ NO_MULTIPLEXING = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""How a coordinator refuses the stream itself: each worker hears by itself what holds for it."""
+"""How a coordinator refuses the stream itself: each worker is answered separately."""
 
 
 class Destination(NamedTuple):
@@ -327,7 +327,7 @@ class Upstream:
         message.member = 0
         writer.write(frame(message.SerializeToString()))
         if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
-            log.warning("a worker does not read what the coordinator says to it; it is let go")
+            log.warning("a worker does not read the coordinator's messages; closing its connection")
             self._let_go(connection)
 
     def _let_go(self, connection: int) -> None:
@@ -382,7 +382,7 @@ class Upstream:
             await asyncio.sleep(backoff.pause_s() or 0.0)
 
     def _refuse(self, refused: Refused) -> None:
-        """Whoever waits hears it, and whoever is there is let go."""
+        """Whoever waits is notified, and whoever is there is let go."""
         self._refused = refused
         self._news.set()
         for connection in list(self.writers):
@@ -431,14 +431,12 @@ class Upstream:
                     await self._filled.wait()
                 messages, self._outbox = self._outbox, []
                 if len(messages) > UNSENT_MESSAGES:
-                    log.warning(
-                        "%d messages wait for the coordinator; its stream is opened anew", len(messages)
-                    )
+                    log.warning("%d messages wait for the coordinator; reopening its stream", len(messages))
                     return
                 for message in messages:
                     await call.write(message)
         finally:
-            call.cancel()  # Whoever reads from it hears that it is over.
+            call.cancel()  # Whoever reads from it learns that it is over.
 
 
 def _upward(action: Up) -> pb.WorkerMessage:
@@ -476,11 +474,11 @@ def _upward(action: Up) -> pb.WorkerMessage:
 def _answer(stream: int, message: pb.CoordinatorMessage) -> Stimulus | None:
     match message.WhichOneof("body"):
         case "topologies":
-            told = message.topologies
+            topologies = message.topologies
             return TopologyChanged(
                 stream=stream,
-                ranks=tuple(zip(told.members, told.ranks, strict=False)),
-                topology=told.topology,
+                ranks=tuple(zip(topologies.members, topologies.ranks, strict=False)),
+                topology=topologies.topology,
             )
         case "outcomes":
             ended = message.outcomes

@@ -2,7 +2,7 @@
 regroup, load, first step.
 
 Clocks: `time.monotonic` is the machine's, so the timestamps of dead processes, of the agent and of this one can be
-compared. Each rank leaves the moment of its last step in a small file below the memory root; the agent's rendezvous
+compared. Each rank leaves the time of its last step in a small file below the memory root; the agent's rendezvous
 leaves when it began and ended; this process knows its own start. What cannot be known (another machine, another
 rendezvous back end) is counted to the phase around it, never guessed. A run removes its timestamps when it ends; what one
 that was killed left is removed by another run, a day after its last moment. A folder that a process holds beside them, as an agent

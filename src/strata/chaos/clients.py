@@ -234,10 +234,12 @@ def barrier_violations(arrivals: Sequence[Arrival], *, members: int) -> list[str
     found = []
     for step, those in sorted(by_step.items()):
         if len({each.order for each in those}) != len(those) or any(each.order >= members for each in those):
-            found.append(f"the barrier of step {step} released {those}: places were given twice")
+            found.append(
+                f"the barrier of step {step} released {those}: arrival positions were assigned twice"
+            )
         if len(those) == members:
             last_s = max(each.called_s for each in those)
             early = [each.worker for each in those if each.answered_s < last_s]
             if early:
-                found.append(f"the barrier of step {step} released {early} before all had come")
+                found.append(f"the barrier of step {step} released {early} before all had arrived")
     return found

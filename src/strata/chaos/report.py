@@ -98,7 +98,7 @@ def judge_loss(disturbed: float, undisturbed: float, *, tolerance: float = 0.01)
     return Verdict(
         name="loss",
         passed=off <= tolerance,
-        found=f"{disturbed:.4f} against {undisturbed:.4f} undisturbed ({off:.2%} off, {tolerance:.0%} allowed)",
+        found=f"{disturbed:.4f}, without faults {undisturbed:.4f} ({off:.2%} apart, {tolerance:.0%} allowed)",
     )
 
 

@@ -120,12 +120,12 @@ class ChaosRun:
         )
         heal()
         self.injuries.append(injury)
-        took = (
+        outcome = (
             "no new step within the limit"
             if injury.recovery_s is None
             else f"new step after {injury.recovery_s:.2f} s"
         )
-        self.tell(f"  {took}")
+        self.tell(f"  {outcome}")
         return injury
 
     def train_for(self, seconds: float) -> None:

@@ -110,11 +110,10 @@ class SoakReport:
                 ],
             ),
             "",
-            f"{sum(each.operations for each in self.rounds):,} operations of clients were checked, {self.came_and_went:,} workers came "
-            f"and went, {self.pages:,} pages were read"
+            f"{sum(each.operations for each in self.rounds):,} operations of clients were checked, {self.came_and_went:,} workers joined and left, {self.pages:,} pages were read"
             + (f", {self.steps:,} steps were trained." if self.steps else "."),
             "",
-            "## What grew",
+            "## Growth",
             "",
             *_table(
                 ("of", "what", "early", "late", "most", "over", ""),
@@ -137,11 +136,13 @@ class SoakReport:
     def _fault_rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         for fault, times in Counter(each.fault for each in self.rounds).most_common():
-            took = [
+            recoveries_s = [
                 each.recovery_s for each in self.rounds if each.fault == fault and each.recovery_s is not None
             ]
             shown_s = (
-                (f"{median(took):.2f} s", f"{max(took):.2f} s") if took and fault != "none" else ("", "")
+                (f"{median(recoveries_s):.2f} s", f"{max(recoveries_s):.2f} s")
+                if recoveries_s and fault != "none"
+                else ("", "")
             )
             rows.append((fault, str(times), *shown_s))
         return rows
@@ -252,7 +253,7 @@ class Soak:
         for each in clients.operations:
             if each.answered_s is not None:
                 name = {"read": "value read", "swap": "value swapped", "save": "checkpoint reported"}.get(
-                    str(each.action[0]), "latest checkpoint asked"
+                    str(each.action[0]), "latest checkpoint read"
                 )
                 self._take_latency(name, each.answered_s - each.called_s)
         for violation in (violations := clients.violations()):
@@ -401,15 +402,15 @@ class Soak:
         violations = [text for each in self._rounds for text in each.violations]
         checked = sum(each.operations for each in self._rounds)
         yield Verdict(
-            name="what clients saw is linearizable",
+            name="client histories are linearizable",
             passed=not violations and checked > 0,
             found=violations[0] if violations else f"{checked:,} operations in {len(self._rounds)} rounds",
         )
         errors = [*self._errors, *(text for each in self._rounds for text in each.errors)]
         yield Verdict(
-            name="nobody was failed or refused by mistake",
+            name="no worker failed or refused by mistake",
             passed=not errors,
-            found="; ".join(errors[:3]) or f"{RESIDENTS} workers from beginning to end",
+            found="; ".join(errors[:3]) or f"{RESIDENTS} workers throughout",
         )
         stuck = [each.fault for each in self._rounds if each.recovery_s is None]
         yield Verdict(
@@ -424,10 +425,10 @@ class Soak:
         leaks = [each for each in growths if each.is_leak]
         enough = any(each.what == "coordinator" for each in growths)
         yield Verdict(
-            name="nothing grows that should not",
+            name="no resource leaks",
             passed=not leaks and enough,
             found="; ".join(f"{each.kind} of {each.what}: {each.text}" for each in leaks)
-            or (f"{len(growths)} series" if enough else "too short to say: give it more --minutes"),
+            or (f"{len(growths)} series" if enough else "too short to tell: raise --minutes"),
         )
         remains = {what: count for what, count in left.items() if count}
         yield Verdict(

@@ -25,7 +25,7 @@ def without_peers(
     copies = [each for each in wanted if each is not None]
     if len(copies) > 1:
         raise ValueError(
-            "'peer' is named twice among the checkpoints: say once how many copies, as in 'peer:2'"
+            "'peer' is listed twice in checkpoints: list it once, with the number of copies, as in 'peer:2'"
         )
     if not copies:
         return 0, path

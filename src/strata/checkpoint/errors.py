@@ -82,7 +82,7 @@ class SaveSkipped(CheckpointError):
 
 
 class MemoryLimitExceeded(CheckpointError):
-    """The state does not fit the memory it may use. What was kept before is kept still."""
+    """The state does not fit in the memory it may use. Earlier snapshots are kept."""
 
     code = "memory_limit_exceeded"
 
@@ -97,7 +97,7 @@ class MemoryLimitExceeded(CheckpointError):
 
 
 class UnsupportedState(CheckpointError):
-    """The state holds something that could not be loaded again without running foreign code."""
+    """The state holds an object that could not be loaded again without running code from the file."""
 
     code = "unsupported_state"
 
@@ -133,9 +133,9 @@ class NewerFormat(CheckpointError):
 
     def __init__(self, *, path: str, what: str, found: int, newest: int) -> None:
         super().__init__(
-            f"{path}: it has {what} {found}, written by a newer Strata; this is Strata {strata.__version__}, which reads up to "
+            f"{path} has {what} {found}, written by a newer Strata; this is Strata {strata.__version__}, which reads up to "
             f"{newest}.",
-            hint="Upgrade Strata here to the version that wrote it, or name another destination.",
+            hint="Upgrade Strata here to the version that wrote it, or choose another destination.",
         )
         self.path = path
         self.found = found
@@ -148,7 +148,7 @@ class Untrusted(Damaged):
 
 
 class LoadFailed(CheckpointError):
-    """No tier could give the checkpoint that was asked for; `reasons` tells what was tried."""
+    """The requested checkpoint could not be loaded from any tier; `reasons` lists what was tried."""
 
     code = "load_failed"
 
@@ -187,7 +187,7 @@ class Superseded(CheckpointError):
     def __init__(self, *, where: str, generation: int, newest: int) -> None:
         super().__init__(
             f"{where}: generation {newest} of this run has started; this process belongs to generation {generation}.",
-            hint="Nothing was saved. This process should end: the run continues elsewhere.",
+            hint="Nothing was saved. Stop this process: the run continues elsewhere.",
         )
         self.where = where
         self.generation = generation
@@ -202,7 +202,7 @@ class RunInUse(CheckpointError):
     def __init__(self, *, where: str, holder: str, hint: str = "") -> None:
         super().__init__(
             f"{where} is in use by another live job ({holder}).",
-            hint=hint or "Stop that job, or give this one a destination of its own.",
+            hint=hint or "Stop that job, or use another destination for this one.",
         )
         self.where = where
         self.holder = holder
@@ -222,14 +222,14 @@ class FinalSaveFailed(CheckpointError):
     def __init__(self, *, step: int, missing: Sequence[str]) -> None:
         super().__init__(
             f"Training has ended at step {step:,}, and its final state is not in every destination: {'; '.join(missing)}",
-            hint="It is still in this machine's memory: start the job again when the destination has space and answers.",
+            hint="It is still in this machine's memory: start the job again when the destination has space and is reachable.",
         )
         self.step = step
         self.missing = tuple(missing)
 
 
 class InvalidSave(CheckpointError, ValueError):
-    """The caller's arguments make no checkpoint. Nothing has changed."""
+    """The arguments of a save are invalid. Nothing has changed."""
 
     code = "invalid_save"
 
@@ -238,4 +238,4 @@ class ManagerClosed(CheckpointError):
     code = "manager_closed"
 
     def __init__(self) -> None:
-        super().__init__("The checkpoint manager is closed.", hint="Make a new one.")
+        super().__init__("The checkpoint manager is closed.", hint="Create a new one.")

@@ -20,15 +20,15 @@ class CheckpointInfo:
     step: int
     epoch: int
     path: str
-    """Of the payload, in the first durable tier that has it."""
+    """Path of the payload, in the first durable tier that has it."""
     size_bytes: int
     created_at: float
     digest: str
     tiers: tuple[str, ...]
     failures: tuple[str, ...] = ()
-    """Tiers that were asked for and did not get it, each with the reason."""
+    """Requested tiers that did not receive it, each with the reason."""
     skipped: tuple[str, ...] = ()
-    """Tiers that were left out because a newer checkpoint overtook this one, each with the reason. No failure."""
+    """Tiers that were skipped because a newer checkpoint overtook this one, each with the reason. Not a failure."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     data: Json = None
     world_size: int = 1
@@ -98,7 +98,7 @@ class Started:
 
 
 class Observer(Protocol):
-    """Notified of every save, from the engine's own threads; what it raises is logged and goes no further."""
+    """Notified of every save, from the engine's own threads; exceptions it raises are logged and ignored."""
 
     def on_started(self, save: Started) -> None: ...
 
@@ -117,12 +117,12 @@ class Observer(Protocol):
     def on_removed(
         self, checkpoint_id: CheckpointId, *, step: int, epoch: int, path: str, reason: str
     ) -> None:
-        """The checkpoint is in no durable tier any more."""
+        """The checkpoint is no longer in any durable tier."""
         ...
 
 
 class SaveHandle:
-    """A save under way. It continues whether or not anybody waits for it."""
+    """A save in progress. It continues whether or not anything waits for it."""
 
     def __init__(self, checkpoint_id: CheckpointId, step: int) -> None:
         self.checkpoint_id = checkpoint_id
@@ -142,7 +142,7 @@ class SaveHandle:
         return self.future.done()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, one way or the other, in time."""
+        """Whether it ended in time, successfully or not."""
         return not concurrent.futures.wait([self.future], timeout_s).not_done
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:

@@ -66,7 +66,7 @@ def find(
         if store.stat(key) is not None:
             return store, Entry(key=key, manifest=catalog.read(key))
         if store.stat(name) is None:
-            raise CheckpointNotFound(f"There is no file '{place}'.")
+            raise CheckpointNotFound(f"The file '{place}' does not exist.")
         return store, name
     store = open_store(place)
     listing = Catalog(store).list()
@@ -89,7 +89,7 @@ def open_state(store: Store, found: Entry | str, *, memory: Memory, trusted_sour
     if manifest.format == BYTES:
         raise LoadFailed(
             "The checkpoint holds raw bytes, not a state dictionary.",
-            hint=f"They are the file itself: {where(store, manifest.parts[0].key)}",
+            hint=f"Copy the file itself: {where(store, manifest.parts[0].key)}",
         )
     if manifest.format == SHARDED:
         from strata.checkpoint.sharded.gathered import open_sharded
@@ -105,7 +105,7 @@ def _open_plain(store: Store, key: str, memory: Memory, trusted_source: bool) ->
     check_unsigned(where(store, key), trusted_source=trusted_source)
     blob = store.stat(key)
     if blob is None:
-        raise CheckpointNotFound(f"There is no file '{where(store, key)}'.")
+        raise CheckpointNotFound(f"The file '{where(store, key)}' does not exist.")
     file = lazy.StoredFile(store, key, size_bytes=blob.size_bytes)
     return reading.open_pt(file, memory=memory, trusted_source=trusted_source)
 
@@ -129,13 +129,15 @@ def export(
     chosen = format or _BY_ENDING.get(os.path.splitext(to)[1])
     if chosen not in FORMATS:
         raise InvalidExport(
-            f"The format of '{to}' is not known." if chosen is None else f"'{chosen}' is not a format.",
+            f"The name '{to}' does not tell the format."
+            if chosen is None
+            else f"'{chosen}' is not a format.",
             hint="Choose --format pt, safetensors, hf or dcp, or end the name with .pt or .safetensors.",
         )
     if chosen in FOLDERS and "://" in to:
         raise InvalidExport(
             f"'{to}' is not a local folder, which the format {chosen} needs.",
-            hint="Export it to a folder, and copy.",
+            hint="Export to a local folder, then copy it.",
         )
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("torch", extra="torch", feature="Exporting a checkpoint")
@@ -194,7 +196,7 @@ def _model_of(state: Any) -> Any:
                 return state[name]
         if any(isinstance(value, Mapping) for value in state.values()):
             known = ", ".join(map(str, state))
-            raise InvalidExport("Which part of the state is the model?", hint=f"Name it with --key: {known}.")
+            raise InvalidExport("Which part of the state is the model?", hint=f"Pass it with --key: {known}.")
     return state
 
 
@@ -212,7 +214,7 @@ def _subtree(state: Any, key: str | None) -> Any:
             if key.startswith(f"{name}."):
                 return _subtree(value, key[len(str(name)) + 1 :])
     known = ", ".join(str(name) for name in state) if isinstance(state, Mapping) else "nothing inside"
-    raise InvalidExport(f"The state has no '{key}'.", hint=f"There is: {known}.")
+    raise InvalidExport(f"The state has no '{key}'.", hint=f"It has: {known}.")
 
 
 def _target(to: str) -> tuple[Store, str]:
@@ -223,7 +225,7 @@ def _target(to: str) -> tuple[Store, str]:
 def _check_free(to: str, *, overwrite: bool) -> None:
     store, name = _target(to)
     if not name:
-        raise InvalidExport(f"'{to}' names no file.", hint="Say what the copy is to be called.")
+        raise InvalidExport(f"'{to}' is not a file name.", hint="Add the name of the file to write.")
     taken = store.stat(name) is not None or ("://" not in to and os.path.lexists(to))
     if taken and not overwrite:
         raise InvalidExport(

@@ -315,7 +315,7 @@ class _Run:
         return entry
 
     def _verify(self, image: Image, view: memoryview) -> None:
-        """What was read is what was saved, and nobody has begun to write over it. Raises `Damaged`, and `_GivenUp` where the image is
+        """What was read is what was saved, and nothing has started to overwrite it. Raises `Damaged`, and `_GivenUp` where the image is
         in use again."""
         digest = image.manifest.parts[0].digest
         with helping_threads() as pool:
@@ -329,9 +329,9 @@ class _Run:
         now = read_snapshot(image.snapshot.path.parent)
         generation = image.manifest.generation
         if Fence(image.job_folder).newest() > generation or now is None:
-            raise _GivenUp("workers are at work with the image again")
+            raise _GivenUp("workers use the image again")
         if now.manifest.checkpoint_id != image.manifest.checkpoint_id:
-            raise _GivenUp("workers are at work with the image again")
+            raise _GivenUp("workers use the image again")
 
     # --- a sharded state ----------------------------------------------------------------------------------------
 

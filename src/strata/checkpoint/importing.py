@@ -176,7 +176,7 @@ def _check_free(catalog: Catalog) -> None:
         f"step {listing.entries[0].manifest.step:,} is the newest" if listing.entries else "it cannot be read"
     )
     raise DestinationTaken(
-        f"{url} has checkpoints already ({what}): an import is the beginning of a run.",
+        f"{url} has checkpoints already ({what}): an import must start a run.",
         hint="Import into an empty folder, or remove what is there with `strata checkpoint rm`.",
     )
 
@@ -201,7 +201,7 @@ def _opened(path: str, memory: Memory) -> tuple[Any, str]:
         if os.path.isdir(local):
             return _opened_folder(reading.LocalFolder(local), local, memory)
         if not os.path.exists(local):
-            raise InvalidImport(f"There is no '{path}'.", hint="Name a file, or a folder with a model.")
+            raise InvalidImport(f"'{path}' does not exist.", hint="Pass a file, or a folder with a model.")
         return _opened_file(LocalFile(local), memory)
     except OSError as error:
         raise LoadFailed(f"'{path}' could not be read: {error.strerror or error}.") from error
@@ -229,8 +229,9 @@ def _opened_folder(folder: Folder, path: str, memory: Memory) -> tuple[Any, str]
 
         return open_state(*find(path), memory=memory), "strata"
     raise InvalidImport(
-        f"'{path}' holds no checkpoint that is known here.",
-        hint="A folder of dcp.save has '.metadata', one of Hugging Face 'model.safetensors' or an index of several.",
+        f"'{path}' holds no checkpoint of a known format.",
+        hint="A folder written by dcp.save has '.metadata'; a Hugging Face folder has 'model.safetensors' or an index of "
+        "several.",
     )
 
 
@@ -283,10 +284,10 @@ class _Recognised:
         if key is None:
             known = ", ".join(str(name) for name in list(state)[:8]) or "nothing"
             raise InvalidImport(
-                f"'{path}' holds no model that is recognised. There is: {known}.",
+                f"'{path}' holds no model that is recognised. It has: {known}.",
                 hint="Save the weights as a flat dictionary, or under 'model_state_dict'.",
             )
-        found = cls({MODEL: dict(state[key])}, [f"The model is what is under '{key}'."])
+        found = cls({MODEL: dict(state[key])}, [f"The model is taken from '{key}'."])
         used = {key}
         for name, keys in ((OPTIMIZER, _OPTIMIZERS), (SCHEDULER, _SCHEDULERS)):
             for key in keys:
@@ -378,7 +379,7 @@ class _Unknown(Exception):
 def _named_optimizer(saved: Any, model: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state by the names of parameters, as `torch.distributed.checkpoint.state_dict` gives it."""
     if not isinstance(saved, Mapping):
-        raise _Unknown("it is no dictionary")
+        raise _Unknown("it is not a dictionary")
     groups = saved.get("param_groups")
     entries = saved.get("state", {})
     entries = dict(enumerate(entries)) if isinstance(entries, list) else entries

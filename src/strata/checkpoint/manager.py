@@ -68,17 +68,18 @@ _BYTES_UNDER_WAY = 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory tier: where images are made, and what survives the death of the process."""
+    """The memory tier: where snapshots are copied to, and what survives the process."""
 
     job: str | None = None
-    """Images belong to this name; by default one made from the stores' URLs and RANK."""
+    """Name that images belong to; by default derived from the stores' URLs and RANK."""
     images: int = 2
     launch: str = ""
-    """How this process was started, for others who find it at work."""
+    """How this process was started, shown to other processes that find its images in use."""
     budget_bytes: int | None = None
-    """For the tensors in all images together: older snapshots make way for a new one. By default what the file system at `root` has."""
+    """Limit for the tensors in all images together: older snapshots are dropped for a new one. By default, the space of the
+    file system at `root`."""
     record: bytes = b""
-    """Lies beside every snapshot: what the agent of this machine needs to upload it (`strata.checkpoint.finishing`)."""
+    """Stored with every snapshot: what the agent of this machine needs to upload it (`strata.checkpoint.finishing`)."""
     root: str | os.PathLike[str] | None = None
     """The folder below which images are; by default `STRATA_MEMORY_ROOT`, else /dev/shm, and a folder on disk for images
     that do not fit there."""
@@ -92,7 +93,7 @@ class Author:
     world_size: int = 1
     generation: int = 0
     run: str = ""
-    """The run that saves belong to. With one, what belongs to another run is neither listed, continued nor removed."""
+    """The run that saves belong to. If set, checkpoints of other runs are neither listed, continued nor removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +169,12 @@ class CheckpointManager:
         board: Board | None = None,
         on_kept: Callable[[Manifest, str], None] | None = None,
     ) -> None:
-        """`path` is a folder, a URL, a store, or a list of them from near to far; by default what the environment
-        names (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is asked before a
-        manifest is put into a store, and raises where this process may not publish any more. `adopt` gives the step of a `.pt` file without
-        a manifest, by its name, and None for one that is no checkpoint: such files can be restored too. `board` is how the ranks that
-        save a sharded state report to each other. `on_kept` is called with each snapshot in memory and its path, on a thread of the manager's."""
+        """`path` is a folder, a URL, a store, or a list of them, nearest first; by default what the environment names
+        (`STORAGE_BACKEND` and so on, or `CHECKPOINT_DIR`). An empty list keeps checkpoints in memory only. `admit` is called
+        before a manifest is published, and raises if this process may no longer publish. `adopt` maps the name of a `.pt`
+        file without a manifest to its step, or to None if it is not a checkpoint: such files can be restored too. `board` is
+        how the ranks that save a sharded state report to each other. `on_kept` is called with each snapshot in memory and its
+        path, on a thread of the manager."""
         if keep_count < 1:
             raise ValueError(f"keep_count ({keep_count}) must be at least 1")
         stores = open_stores(path)
@@ -224,21 +226,21 @@ class CheckpointManager:
         keep: CheckpointId | None = None,
         wait_s: float | None = None,
     ) -> SaveHandle:
-        """Begin to save bytes or a state, and return when it has been copied.
+        """Start saving bytes or a state, and return when it has been copied.
 
-        `placement` is the checkpoint's id and its place in the history, where somebody else decides that.
+        `placement` sets the checkpoint's id and its place in the lineage, if the caller decides them.
 
         `position` is the data position that belongs to the state. `tiers` limits the save to some of the stores, by
-        their tiers' names; `["MEMORY"]` is for none of them and makes a snapshot that outlives the process but not the
-        machine. A save that `must_arrive` waits for an image whatever the policy says, and no newer one overtakes it on its
-        way; one with `wait_s` waits so long. With `on_error='fail'`, a failure of an earlier save is raised here.
+        their tiers' names; `["MEMORY"]` names none of them and makes a snapshot that survives the process but not the
+        machine. With `must_arrive`, the save waits for a free image whatever the policy says, and no newer save overtakes it;
+        with `wait_s`, it waits that long. With `on_error='fail'`, the failure of an earlier save is raised here.
 
-        With `shards`, `data` is what this rank holds of a sharded state, as `prepared` has returned it, and every rank makes the
+        With `shards`, `data` is this rank's part of a sharded state, as returned by `prepared`, and every rank makes the
         same save, for the same stores; `destinations` are their URLs, and `keep` the snapshot that must stay meanwhile. It needs a
         `placement`, and a manager with a `board`.
 
-        `name` is what the payload is to be called; what has that name is replaced. Such a checkpoint stands for itself: it
-        continues no other, and retention leaves it alone.
+        `name` names the payload; a checkpoint of that name is replaced. A named checkpoint stands alone: it has no parent, and
+        retention does not remove it.
         """
         started_s = time.monotonic()
         self._check_open()
@@ -279,7 +281,7 @@ class CheckpointManager:
         )
         save.handle.path = save.started.path
         if staged.format == BYTES and not save.stores:
-            raise InvalidSave("Bytes are kept in stores, and this save is for none.")
+            raise InvalidSave("Bytes are saved to stores, and this save names none.")
         self._await(save.handle)
         try:
             self._pipeline.check_space(save)
@@ -327,31 +329,31 @@ class CheckpointManager:
         metadata: Mapping[str, Json] | None = None,
         **options: Unpack[SaveOptions],
     ) -> CheckpointInfo:
-        """`save`, awaited until every tier has it."""
+        """Like `save`; awaits until every tier has it."""
         handle = await asyncio.to_thread(self.save, data, step, epoch, metadata, **options)
         return await asyncio.wrap_future(handle.future)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let saves of CUDA tensors overlap with training until this optimizer's next step changes them.
 
-        Without a guard a save is as safe, but the device waits for the copy. Code that changes the optimizer's
-        parameters or state outside of `step` calls `settle` before.
+        Without a guard, saves are just as safe, but the device waits for the copy. Code that changes the optimizer's
+        parameters or state outside of `step` must call `settle` first.
         """
         self._images().copier.guard(optimizer)
 
     def settle(self) -> None:
-        """Make the current CUDA streams wait for copies under way, before guarded tensors are changed."""
+        """Make the current CUDA streams wait for copies in progress. Call it before changing guarded tensors."""
         self._images().copier.settle()
 
     def raise_failure(self) -> None:
-        """Raise the failure of an earlier save, once, unless the policy is to warn only."""
+        """Raise the failure of an earlier save, once, unless the policy is `warn`."""
         with self._lock:
             failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
     def wait_pending(self, timeout: float | None = None) -> bool:
-        """Wait for the saves under way; whether all have ended in time. Raises what a failed one left behind."""
+        """Wait for saves in progress; returns whether all have ended in time. Raises the error of a failed one."""
         with self._lock:
             pending = [handle.future for handle in self._pending.values()]
         is_done = not concurrent.futures.wait(pending, timeout).not_done
@@ -359,7 +361,7 @@ class CheckpointManager:
         return is_done
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait for the saves under way, whatever becomes of them; whether all have ended in time."""
+        """Wait for saves in progress, whatever their outcome; returns whether all have ended in time."""
         with self._lock:
             pending = [handle.future for handle in self._pending.values()]
         return not concurrent.futures.wait(pending, timeout).not_done
@@ -367,7 +369,7 @@ class CheckpointManager:
     # Finding and loading
 
     def get_latest(self) -> CheckpointInfo | None:
-        """The checkpoint training would resume from, by its manifest; nothing of it is read."""
+        """The checkpoint that training would resume from, according to its manifest; the payload is not read."""
         return next(iter(self.all_checkpoints()), None)
 
     latest = get_latest
@@ -386,8 +388,8 @@ class CheckpointManager:
     list_checkpoints = all_checkpoints
 
     def survey(self, tiers: Sequence[str] | None = None) -> Surveyed:
-        """What could be restored, copy by copy, and what prevents knowing it: for those who decide themselves
-        what to load. Reads every manifest anew, and no payload. `tiers` limits where to look, by name."""
+        """Every copy that could be restored, and what could not be read: for callers that choose what to load. Reads every
+        manifest again, and no payload. `tiers` limits where to look, by name."""
         sources = [source for source in self._sources() if tiers is None or source.tier in tiers]
         found, problems, unread = look(sources, fresh=True)
         own = [each for each in found if self._is_own(each.manifest)]
@@ -423,7 +425,7 @@ class CheckpointManager:
         )
 
     def verify_snapshot(self, path: Path) -> bool:
-        """Look at every byte of a snapshot of this process's own; raises `Damaged`. False where the file is none of those."""
+        """Verify every byte of one of this process's snapshots; raises `Damaged`. False if the file is not one of them."""
         from strata.checkpoint.image.in_place import verify_image
 
         for snapshot in self._images().snapshots():
@@ -434,12 +436,12 @@ class CheckpointManager:
         return False
 
     def fence(self, generation: int) -> None:
-        """Belong to a generation of the run: older ones keep no more snapshots on this machine. Raises `Superseded`."""
+        """Join a generation of the run: older ones may no longer keep snapshots on this machine. Raises `Superseded`."""
         self.author = replace(self.author, generation=generation)
         self._images().fence(generation)
 
     def lock_ahead(self) -> None:
-        """After a restore to a device: get the images of earlier processes ready for its saves, in the background."""
+        """After a restore to a device: page-lock the images of earlier processes in the background, for the saves to come."""
         self._images().lock_ahead()
 
     def holders(self) -> list[Holder]:
@@ -451,7 +453,7 @@ class CheckpointManager:
         return [each.info for each in gather([MemorySource(self._images())])[0]] if self._has_memory() else []
 
     def drop_snapshots(self, checkpoint_ids: Collection[CheckpointId] | None = None) -> None:
-        """Give up these checkpoints in memory, or all of them, and the memory they hold."""
+        """Drop these checkpoints in memory, or all of them, and free their memory."""
         if self._has_memory():
             self._images().drop(checkpoint_ids)
 
@@ -466,11 +468,11 @@ class CheckpointManager:
         name: str | None = None,
         warn: bool = True,
     ) -> Any:
-        """The state or bytes of a checkpoint: of the newest intact one, or of the one asked for by its step, its id, the
-        handle of its save (which is waited for) or what was listed.
+        """The state or bytes of a checkpoint: of the newest intact one, or of the one selected by step, id, save handle (which
+        is waited for) or listed info.
 
-        `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name. `name` asks
-        for the payload of this name, with a manifest or without. Without `warn`, a trusted source is not warned about.
+        `into` is a state whose tensors receive the loaded values in place. `tiers` limits where to look, by name. `name` selects
+        the payload of this name, with or without a manifest. `warn=False` omits the warning about a trusted source.
         """
         if isinstance(step, SaveHandle):
             step.result()
@@ -494,7 +496,7 @@ class CheckpointManager:
         checkpoint_id: str | None = None,
         **options: Unpack[LoadOptions],
     ) -> Any:
-        """`load`, awaited."""
+        """Like `load`; awaits the result."""
         return await asyncio.to_thread(self.load, step, checkpoint_id, **options)
 
     def restore(
@@ -511,8 +513,8 @@ class CheckpointManager:
         accept: Callable[[Any, str], Any] | None = None,
         nearest_of_step: bool = False,
     ) -> Restored:
-        """`load`, to continue training from: what is saved next continues this checkpoint. With `tear_ok` bytes are verified
-        as they are copied `into` place, which is quicker; if that fails, some tensors have changed. For `accept` and
+        """Like `load`, and the next save continues this checkpoint. With `tear_ok`, bytes are verified while they are copied
+        `into` place, which is faster; if that fails, some tensors have changed. For `accept` and
         `nearest_of_step` see `strata.checkpoint.restore.restore`."""
         restored = self._load(
             tiers,
@@ -534,8 +536,8 @@ class CheckpointManager:
     # Ending
 
     def close(self, *, keep_memory: bool = False, timeout_s: float | None = None) -> None:
-        """Finish the saves under way and give the memory back; with `keep_memory`, the job's next process finds it. What is
-        not finished after `timeout_s` is given up, and its handle says so."""
+        """Finish the saves in progress and free the memory; with `keep_memory`, the snapshots stay for the job's next process.
+        Saves not finished after `timeout_s` are abandoned, and their handles report it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -545,8 +547,8 @@ class CheckpointManager:
         self.raise_failure()
 
     def abandon(self, *, stay_mapped: bool = False) -> None:
-        """Give up the saves under way without waiting for anything, and leave the snapshots in memory to the job's next
-        process: for one that crashes. With `stay_mapped`, this one will open them again, and they need not be mapped anew."""
+        """Abandon the saves in progress without waiting, and leave the snapshots in memory to the job's next process: for a
+        process that crashes. With `stay_mapped`, this process will open them again and keeps them mapped."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -566,7 +568,7 @@ class CheckpointManager:
         except SaveFailed:
             if error is None:
                 raise
-            log.exception("a checkpoint had failed as well")
+            log.exception("an earlier checkpoint failed as well")
 
     # The parts of a save
 
@@ -575,7 +577,7 @@ class CheckpointManager:
         if tiers is None:
             return stores
         if unknown := set(tiers) - {MEMORY, *(store.tier for store in stores)}:
-            raise InvalidSave(f"There is no tier {', '.join(sorted(unknown))} here.")
+            raise InvalidSave(f"This job has no tier {', '.join(sorted(unknown))}.")
         return tuple(store for store in stores if store.tier in tiers)
 
     def _free_stem(self, draft: Manifest, stores: Sequence[Store]) -> str:
@@ -708,7 +710,7 @@ class CheckpointManager:
         return not self.author.run or manifest.run in ("", self.author.run)
 
     def remove_orphans(self) -> None:
-        """Remove payloads that never got a manifest and never will, because their writer has ended."""
+        """Remove payloads of unfinished saves whose writer has ended."""
         for catalog in self._catalogs:
             with contextlib.suppress(StoreError):  # The next process will try again.
                 remove_orphans(catalog)

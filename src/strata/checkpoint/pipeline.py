@@ -133,15 +133,15 @@ OnError = Literal["warn", "fail", "retry"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What happens when a save cannot go as planned."""
+    """What happens when a save fails or has to wait."""
 
     on_error: OnError = "fail"
-    """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: try again first, then as `fail`."""
+    """`warn`: log, training continues. `fail`: also raise at the next call. `retry`: retry first, then as `fail`."""
     retries: int = 3
     retry_delay_s: float = 5.0
     when_full: Literal["wait", "skip"] = "wait"
-    """What gives way when all images are in use: training, which waits for one, or a save, which is skipped with a reason
-    (an older one that still waits for its store, else the new one)."""
+    """What happens when all images are in use: `wait` makes training wait for one, `skip` skips a save with a reason (an
+    older one that still waits for its store, else the new one)."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ("warn", "fail", "retry"):
@@ -269,7 +269,7 @@ class Save:
 
 
 class _Thread:
-    """A daemon thread that does one thing after the other. It ends when it has had nothing to do for a while, or is told to
+    """A daemon thread that does one thing after the other. It ends when it has had nothing to do for a while, or is asked to
     stay no longer than there is something."""
 
     def __init__(self, name: str) -> None:
@@ -303,7 +303,7 @@ class _Thread:
             try:
                 task()
             except BaseException:  # The thread must continue, or the next save would wait for ever.
-                log.exception("a step of saving a checkpoint failed in an unexpected way")
+                log.exception("saving a checkpoint failed unexpectedly")
             del task  # What it holds may go while the thread waits.
 
 
@@ -361,7 +361,7 @@ class Pipeline:
                 continue
             numbers = f"{save.size_bytes / 1e6:.1f} MB needed, {free_bytes / 1e6:.1f} MB free"
             error = NoSpace(
-                f"There is not enough space: {numbers}.",
+                f"Not enough space: {numbers}.",
                 tier=store.tier,
                 key=save.key,
                 hint="Remove old checkpoints (df -h shows the space), or keep fewer (keep_count).",
@@ -443,7 +443,7 @@ class Pipeline:
     def abandon(self) -> None:
         """Give up what is under way, at once."""
         self._stopping.set()
-        self._give_up_all("the process ends after an error, and its saves were abandoned")
+        self._give_up_all("the process ended after an error, and its saves were abandoned")
         self._dismiss_threads()
 
     def _dismiss_threads(self) -> None:
@@ -605,7 +605,7 @@ class Pipeline:
                     if save.publisher is not None:
                         save.publisher.fail(store, str(failure))
                     return
-                log.warning("%s Trying again in %.1f s.", failure, self._policy.retry_delay_s)
+                log.warning("%s Retrying in %.1f s.", failure, self._policy.retry_delay_s)
                 self._stopping.wait(self._policy.retry_delay_s)
             else:
                 break
@@ -631,7 +631,7 @@ class Pipeline:
             return  # Not a local file.
         if copy.digest(chunk_bytes=written.chunk_bytes) != written:
             copy.release()
-            log.warning("%s does not hold what was written to it; the next tier gets the original", path)
+            log.warning("%s did not store what was written; the next tier gets the original", path)
             return
         save.hashed.result()  # Nobody reads the image any more.
         save.payload.release()

@@ -227,7 +227,7 @@ class StoreSource:
 
     def _load_adopted(self, entry: Adopted, into: Any, trusted_source: bool, warn: bool) -> Any:
         if into is not None:
-            raise LoadFailed("a file without a manifest can only be loaded as a whole.")
+            raise LoadFailed("a file without a manifest can only be loaded completely.")
         return load_plain(
             self._catalog.store,
             entry.key,
@@ -330,7 +330,8 @@ def _nothing_trusted(source: Source, listing: Listing) -> StoreError:
         f"{source.place(None)} holds {counted(listing.untrusted, 'checkpoint')}, none signed with an accepted key.",
         tier=source.tier,
         key="",
-        hint=f"Is {KEY_VARIABLE} the key of this run? For a run that was not signed so far: {KEY_VARIABLE}=KEYFILE,unsigned.",
+        hint=f"Check that {KEY_VARIABLE} is the key of this run. For a run that was not signed so far: "
+        f"{KEY_VARIABLE}=KEYFILE,unsigned.",
     )
 
 
@@ -441,7 +442,7 @@ def restore(
         raise LoadFailed(f"The checkpoint{asked} could not be loaded.", reasons=reasons, causes=causes)
     if not is_known:
         raise LoadFailed(
-            f"Whether there is a checkpoint{asked} is not known: not every store could be read.",
+            f"It is unknown whether a checkpoint{asked} exists: not every store could be read.",
             reasons=reasons,
             causes=causes,
         )

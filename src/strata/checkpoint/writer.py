@@ -80,11 +80,11 @@ class AsyncCheckpointWriter:
 
     @property
     def bytes_written(self) -> int:
-        """Accepted so far; they are safe when `close` has returned."""
+        """Bytes accepted so far; they are durable once `close` has returned."""
         return self._handed_bytes + len(self._buffer)
 
     def write(self, data: Buffer) -> None:
-        """Add bytes. Raises `SaveFailed` as soon as the store has refused some; nothing will be kept then."""
+        """Add bytes. Raises `SaveFailed` as soon as the store has refused some; then no checkpoint is kept."""
         if not self._is_open:
             raise ManagerClosed
         self._check()
@@ -114,7 +114,7 @@ class AsyncCheckpointWriter:
         return self.info
 
     def abort(self) -> None:
-        """Give up: nothing of what was written stays."""
+        """Abort: everything written so far is removed."""
         if self._is_open:
             self._is_open = False
             self._error = self._error or InterruptedError("aborted")

@@ -1,4 +1,4 @@
-"""`strata bench`: each figure beside its target, and beside the limits of this machine. Other projects: `benchmarks/`."""
+"""`strata bench`: each result beside its target, and beside the limits of this machine. Other projects: `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from strata.cli.common import AsJson, LiteralGroup
 app = typer.Typer(
     cls=LiteralGroup,
     name="bench",
-    help="Measure this machine: every result beside its target, and beside its peers or the hardware's limit.",
+    help="Benchmark this machine: each result next to its target, and next to other tools or the hardware's limit.",
     no_args_is_help=True,
 )
 
 Quick = Annotated[bool, typer.Option("--quick", help="Small and fast: a smoke test, not a measurement.")]
 
-Gpu = Annotated[bool, typer.Option("--gpu", help="With state on a CUDA device, instead of on the CPU.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Keep the state on a CUDA device instead of the CPU.")]
 
 
 Peers = Annotated[
@@ -28,7 +28,7 @@ Peers = Annotated[
 
 @app.command()
 def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
-    """Heartbeats, barriers, shard plans, and a fleet of 1,000 with open dashboards. Takes about five minutes."""
+    """Heartbeats, barriers, shard plans, and 1,000 workers with open dashboards. Takes about five minutes."""
     from strata.bench.coordinator import suite
 
     suite.main(json=as_json, quick=quick)
@@ -38,9 +38,9 @@ def coordinator(as_json: AsJson = False, quick: Quick = False) -> None:
 def scale(
     as_json: AsJson = False,
     quick: Quick = False,
-    workers: Annotated[int, typer.Option(min=20, max=20_000, help="How many, in all.")] = 10_000,
+    workers: Annotated[int, typer.Option(min=20, max=20_000, help="Number of workers.")] = 10_000,
 ) -> None:
-    """One coordinator with 10,000 workers: registered, beating, one barrier, a lost rack, the next generation. Takes minutes."""
+    """One coordinator with 10,000 workers: registration, heartbeats, a barrier, a lost rack. Takes several minutes."""
     from strata.bench.coordinator import crowd
     from strata.bench.table import report
 
@@ -51,7 +51,7 @@ def scale(
 
 @app.command()
 def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) -> None:
-    """Token indices and their reading, mixtures and packing, and what a resumed epoch loses or repeats."""
+    """Building and reading token indexes, mixtures, packing, and resuming in the middle of an epoch."""
     _check_moved("--peers" if peers else "", "benchmarks.data")
     from strata.bench.data import mixture, resume, tokens
     from strata.bench.table import report
@@ -63,7 +63,7 @@ def data(as_json: AsJson = False, quick: Quick = False, peers: Peers = False) ->
 
 @app.command()
 def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
-    """Saving, staging, restoring and cleaning, beside the disk's own speed and other savers."""
+    """Saving, staging and restoring, compared with the disk's own speed and other libraries."""
     from strata.bench.checkpoint import suite
 
     _check_device(gpu)
@@ -72,7 +72,7 @@ def checkpoint(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) 
 
 @app.command()
 def sharded(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> None:
-    """Sharded state, saved by two ranks and loaded by three, beside PyTorch's own distributed checkpoints."""
+    """Sharded state saved by two ranks and loaded by three, compared with PyTorch's distributed checkpoints."""
     if gpu:
         from strata.bench.checkpoint import sharded_gpu
 
@@ -86,7 +86,7 @@ def sharded(as_json: AsJson = False, quick: Quick = False, gpu: Gpu = False) -> 
 
 @app.command()
 def peers(as_json: AsJson = False, quick: Quick = False) -> None:
-    """Copies of snapshots in other machines' memory: sending, restoring, a lost machine, beside bare TCP and S3."""
+    """Snapshot copies in other machines' memory: sending, restoring, losing a machine, compared with plain TCP and S3."""
     from strata.bench.checkpoint import peer_memory
     from strata.bench.table import report
 
@@ -95,7 +95,7 @@ def peers(as_json: AsJson = False, quick: Quick = False) -> None:
 
 @app.command()
 def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False, gpu: Gpu = False) -> None:
-    """From the loss of a process or a node to the first step after it, beside plain torchrun."""
+    """Time from losing a process or a node to the next step, compared with plain torchrun."""
     _check_moved("--peers" if peers else "", "benchmarks.recovery")
     if gpu:
         from strata.bench.recovery import gpu as on_gpu
@@ -110,7 +110,7 @@ def recovery(as_json: AsJson = False, quick: Quick = False, peers: Peers = False
 
 @app.command(hidden=True)
 def dashboard(as_json: AsJson = False, quick: Quick = False) -> None:
-    """Moved: what the dashboard costs is measured in a browser, from a checkout."""
+    """Moved: the dashboard is measured in a browser, from a checkout."""
     _check_moved("strata bench dashboard", "benchmarks.dashboard")
 
 
@@ -118,7 +118,7 @@ def _check_moved(asked: str, module: str) -> None:
     """What needs other projects or a browser is not in the package."""
     if asked:
         raise typer.BadParameter(
-            f"This is measured from a checkout of Strata: python -m {module}", param_hint=asked
+            f"This benchmark runs from a checkout of Strata: python -m {module}", param_hint=asked
         )
 
 

@@ -39,7 +39,7 @@ def chaos(
         str, typer.Option(help="Faults to choose from: kill, stop, agent, coordinator.")
     ] = "kill",
     kill_signal: Annotated[
-        str, typer.Option(help="What `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
+        str, typer.Option(help="Signal that `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
     ] = "SIGKILL",
     min_survivors: Annotated[
         int, typer.Option(min=0, help="Keep at least this many workers unaffected by a fault.")
@@ -56,12 +56,12 @@ def chaos(
     agents: Annotated[int, typer.Option(min=1, max=16, help="Agents, each simulating a machine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed for the choice of faults and victims.")] = 0,
     compare: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Also train undisturbed and compare the loss.")
+        bool, typer.Option("--compare/--no-compare", help="Also train without faults and compare the loss.")
     ] = True,
     output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Kill, stop and disconnect workers of a job started for this, and measure its recovery. Exit 0: it passed."""
+    """Start a job, inject faults into it, and measure its recovery. Exit status 0: all checks passed."""
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
@@ -112,7 +112,7 @@ def _kinds(text: str) -> list[str]:
     chosen = [kind.strip() for kind in text.split(",") if kind.strip()]
     unknown = [kind for kind in chosen if kind not in FAULTS]
     if unknown or not chosen:
-        raise typer.BadParameter(f"faults are {', '.join(FAULTS)}; not {', '.join(unknown) or 'nothing'}")
+        raise typer.BadParameter(f"'{text}' has unknown faults; choose from {', '.join(FAULTS)}")
     return chosen
 
 
@@ -122,7 +122,9 @@ def _signal(name: str) -> signal.Signals:
     bare = name.upper().removeprefix("SIG")
     found = next((each for each in DEADLY if bare in (each.name.removeprefix("SIG"), str(int(each)))), None)
     if found is None:
-        raise typer.BadParameter(f"'{name}' ends no worker; use {', '.join(each.name for each in DEADLY)}")
+        raise typer.BadParameter(
+            f"'{name}' does not end a worker; use {', '.join(each.name for each in DEADLY)}"
+        )
     return found
 
 
@@ -207,7 +209,7 @@ def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict
     with CheckpointManager(run.job.checkpoints) as manager:
         latest = manager.get_latest()
     assert latest is not None
-    say(f"training {latest.step} steps again, undisturbed, to compare")
+    say(f"training {latest.step} steps again without faults, to compare")
     undisturbed_job = replace(run.job, name=f"{run.job.name}-undisturbed", steps=latest.step)
     undisturbed = ChaosRun(undisturbed_job, run.coordinator)
     try:

@@ -60,9 +60,9 @@ Destination = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[int | None, typer.Option("--step", min=0, help="Of this step.")]
-Id = Annotated[str | None, typer.Option("--id", help="The one with this id.")]
-Memory = Annotated[str, typer.Option("--memory", help="The most that buffers take.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Select the checkpoint of this step.")]
+Id = Annotated[str | None, typer.Option("--id", help="Select the checkpoint with this id.")]
+Memory = Annotated[str, typer.Option("--memory", help="Memory limit for buffers.")]
 _MEMORY, _MAX_SHARD_SIZE = "512MB", f"{MAX_SHARD_BYTES // 10**9}GB"
 
 
@@ -114,32 +114,30 @@ def verify(destination: Destination, step: Step = None, id: Id = None, json: AsJ
 
 @app.command("where")
 def where_command(
-    step: Annotated[
-        int, typer.Argument(metavar="STEP", min=0, help="The step that is asked about.", show_default=False)
-    ],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step to look up.", show_default=False)],
     destination: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="DESTINATION",
-            help="Where the run keeps its checkpoints, near to far; without any, the coordinator is asked.",
+            help="The run's checkpoint destinations, nearest first; without any, the coordinator is asked.",
             envvar=["STRATA_CHECKPOINTS"],
             show_default=False,
         ),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", help="The job to ask the coordinator about, where it knows several."),
+        typer.Option("--run", help="Name of the job, if the coordinator knows several."),
     ] = None,
     verify_bytes: Annotated[
-        bool, typer.Option("--verify", help="Read the bytes of the copies that can be read from here.")
+        bool, typer.Option("--verify", help="Also verify the checksums of copies that this machine can read.")
     ] = False,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """Say where the copies of a step are, which failures it survives, and what would be lost now.
+    """Show where the copies of a step are, which failures it survives, and what would be lost now.
 
-    Copies are found in this machine's memory, in that of its peers, and at the destinations; or they are what the run has reported
-    to its coordinator.
+    Copies are looked up in this machine's memory, its peers' memory and the destinations, or in what the run has
+    reported to its coordinator.
     """
     with _answering(json):
         if destination and run is None:
@@ -163,9 +161,9 @@ def _job(api: str, run: str | None) -> str:
         return run
     jobs = sorted({str(row["job_id"]) for row in get_rows(api, "/api/checkpoints")})
     if len(jobs) != 1:
-        known = ", ".join(jobs) or "none has saved a checkpoint"
+        known = ", ".join(jobs) or "none (no job has saved a checkpoint)"
         raise StrataError(
-            f"Say which run is meant ({known}).",
+            f"Which run? Known: {known}.",
             hint="strata checkpoint where STEP --run RUN, or strata checkpoint where STEP DESTINATION.",
         )
     return jobs[0]
@@ -176,14 +174,14 @@ def _print_where(found: dict[str, Any], step: int) -> None:
         (
             each["kind"],
             each["host"] or "-",
-            each["part"] or "all of it",
+            each["part"] or "complete",
             {True: "verified", False: "DAMAGED", None: "not verified"}[each["verified"]],
             each["where"] or "-",
         )
         for each in found["copies"]
     ]
     print_table(
-        ("COPY", "HOST", "PART", "BYTES", "=WHERE"), rows, empty=f"There is no copy of step {step:,}."
+        ("COPY", "HOST", "PART", "BYTES", "=WHERE"), rows, empty=f"No copy of step {step:,} was found."
     )
     for problem in found["problems"]:
         say_error(StrataError(f"Unknown: {problem}"))
@@ -216,7 +214,7 @@ def export_command(
         ),
     ],
     format: Annotated[
-        str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}; by default as TO ends.")
+        str | None, typer.Option("--format", "-f", help=f"{', '.join(FORMATS)}. [from the suffix of TO]")
     ] = None,
     step: Step = None,
     id: Id = None,
@@ -224,7 +222,7 @@ def export_command(
         str | None, typer.Option("--key", "-k", help="Only this part of the state, such as model.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="Of hf: the most that one file holds, such as 500MB.")
+        str, typer.Option("--max-shard-size", help="For hf: maximum size of one file, such as 500MB.")
     ] = _MAX_SHARD_SIZE,
     memory: Memory = _MEMORY,
     force: Annotated[bool, typer.Option("--force", help="Overwrite TO if it exists.")] = False,
@@ -235,8 +233,8 @@ def export_command(
 ) -> None:
     """Write a copy that other tools read: .pt, safetensors, a Hugging Face or a DCP folder.
 
-    It goes through tensor by tensor, without GPUs: a model of any size needs no more memory than --memory. hf writes the
-    model's weights alone, as sharded safetensors with an index.
+    Tensors are copied one by one, without GPUs: a model of any size needs no more memory than --memory. hf writes only the
+    model's weights, as sharded safetensors with an index.
     """
     with _answering(json):
         _check_there(source)
@@ -271,7 +269,7 @@ def import_command(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A .pt or .safetensors file, a Hugging Face folder, or a folder of dcp.save.",
+            help="A .pt or .safetensors file, a Hugging Face folder, or a folder written by dcp.save.",
             show_default=False,
         ),
     ],
@@ -282,14 +280,14 @@ def import_command(
         ),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Of this step; by default as the file says, or 0.")
+        int | None, typer.Option("--step", min=0, help="Step to record. [from the file, else 0]")
     ] = None,
     memory: Memory = _MEMORY,
     json: AsJson = False,
 ) -> None:
-    """Make a model of another tool the first checkpoint of a run.
+    """Import a model from another tool as the first checkpoint of a run.
 
-    A job that is started with DEST continues from it, at any world size; with weights alone, it starts with a fresh optimizer.
+    A job started with DEST continues from it at any world size; with weights alone, it starts with a fresh optimizer.
     """
     with _answering(json):
         made = adopt(path, to, step=step, memory_bytes=_bytes_of(memory, "--memory"))
@@ -315,17 +313,18 @@ def rm(
         typer.Argument(metavar="STEP|ID|FILE", help="Steps, ids or file names.", show_default=False),
     ] = None,
     steps: Annotated[
-        list[int] | None, typer.Option("--step", min=0, help="Of this step; may be given again.")
+        list[int] | None,
+        typer.Option("--step", min=0, help="Remove the checkpoint of this step; may be repeated."),
     ] = None,
     ids: Annotated[
-        list[str] | None, typer.Option("--id", help="The one with this id; may be given again.")
+        list[str] | None, typer.Option("--id", help="Remove the checkpoint with this id; may be repeated.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Remove even if no intact checkpoint would be left.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove checkpoints; not the last intact one, unless forced."""
+    """Remove checkpoints; the last intact one only with --force."""
     with _answering(json):
         named = [*(chosen or []), *map(str, steps or []), *(ids or [])]
         if not named:
@@ -368,7 +367,7 @@ def _bytes_of(text: str, option: str) -> int:
     power = "KMGT".find(found[2].upper()) + 1 if found and found[2] else 0
     count = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
     if not count:
-        raise StrataError(f"'{text}' is not a size, which {option} takes.", hint="Write 512MB, or 5GB.")
+        raise StrataError(f"{option}: '{text}' is not a size.", hint="Write 512MB, or 5GB.")
     return count
 
 
@@ -382,7 +381,7 @@ def _check_there(destination: str) -> None:
     path = destination.removeprefix("file://")
     if "://" not in path and not os.path.exists(path):
         raise StrataError(
-            f"There is no '{destination}'.", hint="Name the folder or URL where the checkpoints are."
+            f"'{destination}' does not exist.", hint="Pass the folder or URL that holds the checkpoints."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -36,12 +37,14 @@ Api = Annotated[
     typer.Option(
         "--api",
         envvar="STRATA_API_URL",
-        help="Address of the coordinator's HTTP API, or several with commas.",
+        help="Address of the coordinator's HTTP API; several separated by commas.",
         show_default=True,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+_WRAPPED = re.compile(r"(?<!\n)\n(?!\n)")
+"""Where a docstring is wrapped within a paragraph: the terminal wraps it by itself."""
 MIN_COLUMN = 10
 """To which a column of prose may shrink."""
 
@@ -149,7 +152,7 @@ def styled(status: str) -> Text:
 class LiteralGroup(TyperGroup):
     """For `typer.Typer(cls=LiteralGroup)`: help pages, of the group and of the commands directly in it, that show their
     texts as they are written. Typer renders help through rich, which takes `[coordinator]` for a style and swallows it;
-    what is escaped is a copy, made when a page is shown."""
+    what is escaped is a copy, made when a page is shown. Paragraphs are wrapped by the terminal, not where the source is."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -167,5 +170,5 @@ def _escaped(command: Any) -> Any:
         for name in ("help", "short_help", "epilog"):
             text = getattr(each, name, None)
             if text:
-                setattr(each, name, escape(text))
+                setattr(each, name, escape(_WRAPPED.sub(" ", text)))
     return shown

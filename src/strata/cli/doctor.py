@@ -20,31 +20,29 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 def doctor(
     coordinator: Annotated[
         str | None,
-        typer.Option(
-            envvar="COORDINATOR_ADDR", help="HOST:PORT of the coordinator's gRPC service, if it must answer."
-        ),
+        typer.Option(envvar="COORDINATOR_ADDR", help="HOST:PORT of the coordinator's gRPC service to check."),
     ] = None,
     api: Annotated[
         str | None,
         typer.Option(
             envvar=["COORDINATOR_URL", "STRATA_API_URL"],
-            help="The coordinator's HTTP address, if it must answer.",
+            help="HTTP address of the coordinator to check.",
         ),
     ] = None,
     etcd: Annotated[
-        str | None, typer.Option(envvar="ETCD_ENDPOINT", help="HOST:PORT of etcd, if it must answer.")
+        str | None, typer.Option(envvar="ETCD_ENDPOINT", help="HOST:PORT of the etcd server to check.")
     ] = None,
     checkpoint_dir: Annotated[
-        str | None, typer.Option(help="Where local checkpoints go. Defaults to the current folder.")
+        str | None, typer.Option(help="Folder for local checkpoints. [the current folder]")
     ] = None,
     s3_bucket: Annotated[
         str | None,
-        typer.Option(help="A bucket to write to, read, list and remove from, with one small object."),
+        typer.Option(help="Bucket to check: one small object is written, read, listed and removed."),
     ] = None,
     s3_region: Annotated[str | None, typer.Option(envvar="AWS_REGION", help="The bucket's region.")] = None,
     port: Annotated[
         list[int] | None,
-        typer.Option(help="A port that must be free; again for more. Default: 29500, 50051, 3000."),
+        typer.Option(help="Port that must be free; may be repeated. [29500, 50051, 3000]"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

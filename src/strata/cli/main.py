@@ -114,8 +114,8 @@ def options(
     env_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of environment variables to read, tokens and addresses too. Of a .env in the working directory only "
-            "harmless settings are read."
+            help="File of environment variables to read, including tokens and addresses. A .env in the working directory "
+            "is read too, except secrets, addresses and paths."
         ),
     ] = None,
 ) -> None:

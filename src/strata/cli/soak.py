@@ -16,16 +16,17 @@ from strata.cli.extras import need
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Duration in minutes.")] = 10.0,
     round_seconds: Annotated[
-        float, typer.Option(min=1.0, help="Seconds of a round: one fault, then what clients saw is checked.")
+        float,
+        typer.Option(min=1.0, help="Seconds per round: one fault, then the clients' histories are checked."),
     ] = 20.0,
     training: Annotated[
-        bool, typer.Option("--training/--no-training", help="Whether a small real job trains beside it.")
+        bool, typer.Option("--training/--no-training", help="Also run a small training job.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed for the choice of faults.")] = 0,
     folder: Annotated[
-        Path | None, typer.Option(help="Where its files lie meanwhile. [the system's temporary folder]")
+        Path | None, typer.Option(help="Folder for its files. [the system's temporary folder]")
     ] = None,
     output: Annotated[
         Path | None,
@@ -33,7 +34,7 @@ def soak(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Load a coordinator and a job of our own, inject faults, and look for leaks. Exit 0: it passed."""
+    """Put a coordinator and a job under load, inject faults, and look for leaks. Exit status 0: all checks passed."""
     if training:
         need("torch", "omegaconf", feature="The job that trains (or --no-training)", extra="harness")
     from strata.chaos.soak import Soak

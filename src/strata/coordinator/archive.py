@@ -330,8 +330,8 @@ class Outbox:
             return
         if lost:
             log.warning(
-                "%d records of logs and metrics that were gathered here since %s are not in the archive: more came than is kept "
-                "while storage is away. They are on this coordinator's disk alone",
+                "%d records of logs and metrics since %s are only on this coordinator's disk, not in the archive: "
+                "the backlog was full while storage was unreachable",
                 lost,
                 _clock(self._lost_since_s),
             )
@@ -482,7 +482,7 @@ class Archive:
         self._next_tidy_mono_s = 0.0
         self._wake = threading.Event()
         self._closing = False
-        self._outage = OutageLog(log, over=f"the archive {url} answers again: what has waited is uploaded")
+        self._outage = OutageLog(log, over=f"the archive {url} answers again: uploading the backlog")
         self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
 
     @property
@@ -543,11 +543,11 @@ class Archive:
                 self.failures_total += 1
                 # Once for each outage, whatever the attempts say.
                 self._outage.start(
-                    f"the archive {self._url} cannot be used now; logs and metrics are on this coordinator's disk alone until it "
-                    f"can: {error}"
+                    f"the archive {self._url} is unavailable; logs and metrics are kept on this coordinator's disk until "
+                    f"it answers: {error}"
                 )
                 pause_s = pauses.pause_s() or LONGEST_PAUSE_S
-            except Exception:  # Nobody depends on the archive; whoever does depend on the thread is told.
+            except Exception:  # Nothing depends on the archive; what depends on the thread is notified.
                 self.failures_total += 1
                 log.exception("the archive %s failed", self._url)
                 pause_s = LONGEST_PAUSE_S
@@ -670,12 +670,12 @@ class Archive:
     def _refuse(self, key: str, why: str) -> None:
         if key not in self._unreadable:
             self._unreadable.add(key)
-            log.warning("%s in the archive %s cannot be read, and is left out: %s", key, self._url, why)
+            log.warning("%s in the archive %s cannot be read and is skipped: %s", key, self._url, why)
 
     def _arrived(self, stream: str) -> None:
         address = self._missing.pop(stream, None)
         if address is not None:
-            log.warning("what was missing of logs and metrics of the coordinator at %s has arrived", address)
+            log.warning("the missing logs and metrics of the coordinator at %s have arrived", address)
 
     def _say_what_is_missing(self) -> None:
         """One that leads says what it cannot know of the one that led before, once."""
@@ -696,8 +696,8 @@ class Archive:
             return
         self._missing[stream] = owner.address
         log.warning(
-            "the coordinator at %s, which led before, was lost: what it gathered in its last seconds (%.0f at most, while the archive "
-            "answered it) is missing from logs and metrics here, and arrives when that coordinator is back",
+            "the previous leader at %s was lost: logs and metrics of its last seconds (at most %.0f, if it could "
+            "reach the archive) are missing here until that coordinator is back",
             owner.address,
             TAIL_S,
         )
@@ -714,12 +714,12 @@ class Archive:
                 for blob in store.list(f"{kind}/")
                 if _KEY.fullmatch(blob.key)
             ]
-            gone = expired(stored, limit_bytes=limits.limit_bytes, keep_s=limits.keep_s, now_s=now_s)
-            for key in gone:
+            expired_keys = expired(stored, limit_bytes=limits.limit_bytes, keep_s=limits.keep_s, now_s=now_s)
+            for key in expired_keys:
                 store.delete(key)
                 self._unreadable.discard(key)
                 self._looked_at.pop(key, None)
-            in_use |= {each.key.split("/")[1] for each in stored if each.key not in set(gone)}
+            in_use |= {each.key.split("/")[1] for each in stored if each.key not in set(expired_keys)}
         for blob in store.list("streams/"):
             found = _STREAM.fullmatch(blob.key)
             if found and found[1] not in in_use | {self.stream} and blob.modified_s < now_s - FORGOTTEN_S:

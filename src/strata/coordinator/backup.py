@@ -111,7 +111,7 @@ def back_up(data_dir: Path, to: Path, *, history: bool = True) -> Backup:
                         archive.add(Path(folder) / copied.name, copied.name)
     except (OSError, sqlite3.Error) as error:
         raise BackupError(
-            f"The backup {to} could not be written: {error}.", hint="Free some space, or name another place."
+            f"The backup {to} could not be written: {error}.", hint="Free some space, or choose another path."
         ) from error
     return made
 
@@ -129,7 +129,7 @@ def restore(backup: Path, data_dir: Path) -> Backup:
                 fresh = stack.enter_context(fresh_folder(data_dir))
             except OSError as error:
                 raise BackupError(
-                    f"{data_dir} cannot be made: {error.strerror}.", hint="Choose another --data-dir."
+                    f"{data_dir} cannot be created: {error.strerror}.", hint="Choose another --data-dir."
                 ) from error
             found = _unpack(backup, fresh)
             _skip_numbers(fresh, found)
@@ -207,12 +207,14 @@ def _decode(data: bytes, backup: Path) -> Backup:
         raise _no_backup(backup, f"its {INDEX_NAME} cannot be read") from error
     names = [file.name for file in made.files]
     if JOURNAL_NAME not in names or len(set(names)) != len(names) or not all(map(_NAME.fullmatch, names)):
-        raise _no_backup(backup, f"its {INDEX_NAME} lists what no backup has")
+        raise _no_backup(backup, f"its {INDEX_NAME} lists unknown files")
     return made
 
 
 def _no_backup(backup: Path, why: str) -> BackupError:
-    return BackupError(f"{backup} is no intact backup: {why}.", hint="Nothing was changed. Use another copy.")
+    return BackupError(
+        f"{backup} is not an intact backup: {why}.", hint="Nothing was changed. Use another copy."
+    )
 
 
 def _unpack(backup: Path, to: Path) -> Backup:
@@ -243,7 +245,7 @@ def _unpack(backup: Path, to: Path) -> Backup:
 def _reader(archive: tarfile.TarFile, member: tarfile.TarInfo, backup: Path) -> Any:
     reader = archive.extractfile(member) if member.isfile() else None
     if reader is None:
-        raise _no_backup(backup, f"{member.name} is no file")
+        raise _no_backup(backup, f"{member.name} is not a file")
     return reader
 
 

@@ -212,7 +212,7 @@ class Engine:
             listener(events)
 
     def resume(self) -> None:
-        """From here on time counts: everybody has as long as ever to be heard of."""
+        """From here on time counts: everybody has the full time again to report."""
         self.observe(ClockResumed())
 
     def _apply_history(self, events: Iterable[Event]) -> int:
@@ -228,8 +228,8 @@ class Engine:
                 MemoryError,  # or as many shards as there are numbers.
             ) as error:
                 raise JournalError(
-                    f"The journal {self._journal} has a {type(event).__name__} that does not follow from "
-                    f"what came before it ({error!r}).",
+                    f"The journal {self._journal} has a {type(event).__name__} that does not fit the events before it "
+                    f"({error!r}).",
                     hint="Restore it from a copy, or start with another --data-dir.",
                 ) from error
             count += 1
@@ -449,8 +449,8 @@ class Engine:
     async def _start_compaction(self) -> None:
         """The state of now becomes the snapshot, in the background, in pieces: no commit waits for more than one of them."""
         if self._compaction is None:
-            begun = asyncio.get_running_loop().run_in_executor(self._disk, self._journal.begin_snapshot)
-            self._compaction = asyncio.create_task(self._compact(self.cluster.compaction(), await begun))
+            started = asyncio.get_running_loop().run_in_executor(self._disk, self._journal.begin_snapshot)
+            self._compaction = asyncio.create_task(self._compact(self.cluster.compaction(), await started))
             self._since_snapshot = self._since_snapshot_bytes = 0
 
     async def _compact(self, history: Iterator[Event], snapshot: Snapshot) -> None:

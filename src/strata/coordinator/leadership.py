@@ -54,7 +54,7 @@ class Standby(Unavailable):
         hint = (
             f"Send it there: gRPC {leader.grpc}, API {leader.http}."
             if leader is not None
-            else "Retry in a second: one of the coordinators takes over by itself, as soon as etcd has a majority."
+            else "Retry in a second: one of the coordinators takes over automatically once etcd has a majority."
         )
         text = standby_text(leader)
         super().__init__(f"{text[0].upper()}{text[1:]}.", hint=hint)
@@ -265,7 +265,7 @@ class Election:
             if self._is_registered:
                 self._keeper_log.forget(f"coordinators/{self._me.grpc}")
         except FAILURES as error:
-            log.info("the lease could not be given back and runs out by itself: %s", error)
+            log.info("the lease could not be released and will expire: %s", error)
         self._keeper_log.close()
         if self._deposed is not None and self._deposed.done():
             self._deposed.exception()  # Somebody knows of it by now.
@@ -334,7 +334,7 @@ class Election:
             leader, lease, revision = self._keeper_log.campaign(self._me, lease_s=self._lease_s)
         except (*FAILURES, LeaseLost) as error:
             self._outage.met(
-                f"nobody leads, and etcd at {self._journal.location.address} does not answer: {error}"
+                f"no coordinator leads, and etcd at {self._journal.location.address} does not answer: {error}"
             )
             with self._lock:
                 self._leadership.not_won(None, revision=0, now_s=sent_s)
@@ -359,7 +359,7 @@ class Election:
         except LeaseLost:
             lives = False
         except FAILURES as error:
-            self._outage.met(f"the lease of this leader cannot be renewed now: {error}")
+            self._outage.met(f"the lease of this leader cannot be renewed: {error}")
             return
         self._outage.ended()
         with self._lock:
@@ -369,7 +369,7 @@ class Election:
                 self._leadership.resign()
         if not lives:
             self._lease = ""
-            self._depose("its lease has run out")
+            self._depose("its lease has expired")
 
     def _look(self) -> None:
         try:
@@ -419,7 +419,7 @@ class Election:
             self._last_term = term
 
     def _depose(self, reason: str) -> None:
-        error = Deposed(f"This coordinator no longer leads: {reason}.", hint="It starts again as a standby.")
+        error = Deposed(f"This coordinator no longer leads: {reason}.", hint="It restarts as a standby.")
 
         def tell() -> None:
             if self._deposed is not None and not self._deposed.done():
@@ -493,8 +493,8 @@ class Election:
     @staticmethod
     def _too_far_behind(error: JournalError) -> Deposed:
         return Deposed(
-            f"This standby fell behind, and reads the journal anew: {error.message}",
-            hint="It starts again as a standby.",
+            f"This standby fell behind and reads the journal again: {error.message}",
+            hint="It restarts as a standby.",
         )
 
     def _in_loop(self, action: Callable[[], None]) -> None:

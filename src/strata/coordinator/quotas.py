@@ -35,7 +35,7 @@ class Quotas:
         raise Overloaded(
             f"'{shorten(client)}' writes more than its share of the journal: {BYTES_PER_S / 1e6:g} MB and "
             f"{EVENTS_PER_S:,.0f} events a second, {BYTES_AT_ONCE / 1e6:g} MB and {EVENTS_AT_ONCE:,.0f} events at once.",
-            hint=f"Wait {max(1, round(wait_s + 0.5))} s, and write less often. Soft values count for nothing here.",
+            hint=f"Wait {max(1, round(wait_s + 0.5))} s, and write less often. Soft values do not count.",
         )
 
     def charge(self, client: str, *, events: int, size_bytes: int, now_s: float) -> None:

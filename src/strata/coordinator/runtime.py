@@ -88,12 +88,12 @@ class Runtime:
     """Where secret values of tasks are kept; none where there is no folder for them."""
     event_readers: StreamSlots = field(
         default_factory=lambda: StreamSlots(
-            "events", most=4_096, most_per_client=256, instead="ask /api/events/recent now and then"
+            "events", most=4_096, most_per_client=256, instead="poll /api/events/recent"
         )
     )
     log_followers: StreamSlots = field(  # Each costs something with every line.
         default_factory=lambda: StreamSlots(
-            "the log", most=256, most_per_client=16, instead="ask /api/logs now and then with `after`"
+            "the log", most=256, most_per_client=16, instead="poll /api/logs with `after`"
         )
     )
     address: str = ""

@@ -164,7 +164,7 @@ class Server:
             is_live=self.runtime.is_live,
             on_failure=self.runtime.metrics.access_refused,
         )
-        self._tokens_outage = OutageLog(log, over="tokens are those of all coordinators again")
+        self._tokens_outage = OutageLog(log, over="tokens of other coordinators are available again")
         self._audit_log = AuditLog(settings.data_dir)
         self._certificates = _Certificates(settings) if settings.tls_cert is not None else None
         self.grpc_port = 0
@@ -505,7 +505,7 @@ class Server:
                     self.runtime.measure(await self.runtime.engine.settled())
                     self._otel.refresh()
             except Exception:  # Who only watches must not end what is watched.
-                log.exception("measuring failed")
+                log.exception("collecting metrics failed")
             await asyncio.sleep(1.0)
 
     async def _keep_tokens_in_sync(self) -> None:
@@ -518,7 +518,7 @@ class Server:
         try:
             await asyncio.to_thread(self._gatekeeper.tokens.sync)
         except (TokensUnreachable, TokenFileError) as error:
-            self._tokens_outage.start(f"tokens of other coordinators are not known for now: {error}")
+            self._tokens_outage.start(f"tokens of other coordinators are unavailable: {error}")
         else:
             self._tokens_outage.ended()
 
@@ -526,8 +526,8 @@ class Server:
         settings = self._settings
         if not is_loopback(settings.host) and settings.tls_cert is None:
             log.warning(
-                "listening on %s without TLS: tokens and data can be read on the way. `strata certs init` makes "
-                "certificates for tls_cert and tls_key.",
+                "listening on %s without TLS: tokens and data can be read on the network. `strata certs init` "
+                "creates certificates for tls_cert and tls_key.",
                 settings.host,
             )
         if (
@@ -536,8 +536,8 @@ class Server:
             and settings.launcher != "none"
         ):
             log.warning(
-                "tasks cannot reach this coordinator: it asks for client certificates, and task_tls_cert and task_tls_key "
-                "are not set"
+                "tasks cannot reach this coordinator: it requires client certificates, and task_tls_cert and "
+                "task_tls_key are not set"
             )
         if settings.trust_loopback:
             log.warning("every user of this machine is an admin here (trust_loopback)")
@@ -626,7 +626,7 @@ async def _open(
             await server.stop()
             if not is_again:
                 raise
-            outage.met(f"this coordinator cannot start again yet: {error}")
+            outage.met(f"this coordinator cannot restart yet: {error}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await stopped.wait()
@@ -825,9 +825,9 @@ class _Certificates:
             for context in self._http:
                 context.load_cert_chain(self._cert, self._key)
         except (StrataError, OSError) as error:
-            log.error("the new certificates are not used, and the old ones stay: %s", error)
+            log.error("the new certificates cannot be used, keeping the old ones: %s", error)
         else:
-            log.info("certificates were read again: %s", self._cert)
+            log.info("certificates were reloaded: %s", self._cert)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         key, cert, authority = self._pair
@@ -846,7 +846,7 @@ class _Certificates:
         except OSError as error:  # ssl.SSLError is one of them.
             raise StrataError(
                 f"The certificates cannot be used ({', '.join(files)}): {error.strerror or error}.",
-                hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM authority.",
+                hint="tls_cert and tls_key are a PEM certificate and its key; tls_client_ca is a PEM CA certificate.",
             ) from error
 
     def _stamps(self) -> list[tuple[int, int] | None]:

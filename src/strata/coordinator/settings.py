@@ -41,8 +41,8 @@ class CoordinatorSettings:
     )
     metrics_port: int = setting(
         -1,
-        "Port of a second listener for /api/health and /metrics alone, which no flood of calls takes away; "
-        "0 picks a free one, -1: none.",
+        "Additional port that serves only /api/health and /metrics, even when the API is overloaded; 0 picks "
+        "a free one, -1: none.",
         env="STRATA_METRICS_PORT",
         least=-1,
         most=65535,
@@ -52,41 +52,40 @@ class CoordinatorSettings:
     )
     journal: str = setting(
         "",
-        "Where the journal is: in the data directory when not given, or etcd://HOST:PORT,HOST:PORT/PREFIX for several coordinators, "
-        "of which one leads; etcds:// with TLS.",
+        "Shared journal of several coordinators, one of which leads: etcd://HOST:PORT,HOST:PORT/PREFIX, or "
+        "etcds:// with TLS; in the data directory when not given.",
         env="STRATA_JOURNAL",
     )
     advertise: str = setting(
         "",
-        "Host name or address under which workers and other coordinators reach this one; the host it listens on when not given.",
+        "Host name or address at which workers and other coordinators reach this one; the host it listens on when not given.",
         env="STRATA_ADVERTISE",
     )
     leader_lease: float = setting(
         2.0,
-        "Seconds after which another coordinator leads when this one is lost; whole ones, and etcd takes 2 at least by default.",
+        "Seconds after which another coordinator takes over when this one is lost; a whole number, by "
+        "default etcd needs at least 2.",
         env="STRATA_LEADER_LEASE",
         least=1,
         most=600,
     )
-    etcd_user: str = setting("", "User of etcd, for a journal there.", env="STRATA_ETCD_USER")
+    etcd_user: str = setting("", "etcd user, for a journal in etcd.", env="STRATA_ETCD_USER")
     etcd_password: str = setting("", "Password of that user.", env="STRATA_ETCD_PASSWORD", secret=True)
-    etcd_ca: Path | None = setting(
-        None, "Authority (PEM) by which etcd is known; asks for TLS.", env="STRATA_ETCD_CA"
-    )
+    etcd_ca: Path | None = setting(None, "CA certificate (PEM) of etcd; enables TLS.", env="STRATA_ETCD_CA")
     etcd_cert: Path | None = setting(
-        None, "Client certificate (PEM) to show to etcd; asks for TLS.", env="STRATA_ETCD_CERT"
+        None, "Client certificate (PEM) for etcd; enables TLS.", env="STRATA_ETCD_CERT"
     )
     etcd_key: Path | None = setting(None, "Key of that certificate (PEM).", env="STRATA_ETCD_KEY")
     archive: str = setting(
         "",
-        "Where logs, metrics of runs and output of tasks are kept beside the disk, so that whichever coordinator leads next has them: "
+        "Archive of logs, metrics of runs and output of tasks, so that the next leader has them: "
         "s3://bucket/prefix, gs://…, az://… or a shared folder; one for each cluster.",
         env="STRATA_ARCHIVE",
     )
     disk_reserve_mb: int = setting(
         16,
-        "Megabytes of disk kept for what must be recorded when it is full; with less than as many free besides, "
-        "changes are refused.",
+        "Megabytes of disk reserved for records that must be written on a full disk; changes are refused "
+        "while less than as much is free besides.",
         env="STRATA_DISK_RESERVE_MB",
         least=1,
         most=100_000,
@@ -103,14 +102,14 @@ class CoordinatorSettings:
     )
     disconnect_grace: float = setting(
         0.5,
-        "Seconds in which a worker whose connection dropped may reconnect.",
+        "Seconds a worker has to reconnect after its connection dropped.",
         env="STRATA_DISCONNECT_GRACE",
         least=0,
         most=3600,
     )
     agent_grace: float = setting(
         0.25,
-        "Seconds in which an agent of a rendezvous whose connection dropped may reconnect before the others meet without it.",
+        "Seconds an agent has to reconnect after its connection dropped, before the others rendezvous without it.",
         env="STRATA_AGENT_GRACE",
         least=0,
         most=3600,
@@ -134,7 +133,7 @@ class CoordinatorSettings:
     )
     max_connections_per_client: int = setting(
         0,
-        "HTTP connections of one address, or of one user of this machine; 0: half of max_connections.",
+        "HTTP connections per address, or per user of this machine; 0: half of max_connections.",
         env="STRATA_MAX_CONNECTIONS_PER_CLIENT",
         least=0,
         most=1_000_000,
@@ -144,7 +143,7 @@ class CoordinatorSettings:
     )
     metrics_limit_mb: int = setting(
         2_000,
-        "Megabytes of metrics of runs kept on disk; when they are full, the oldest are kept more coarsely.",
+        "Megabytes of metrics of runs kept on disk; beyond that, the oldest are downsampled.",
         env="STRATA_METRICS_LIMIT_MB",
         least=1,
         most=1_000_000,
@@ -175,7 +174,7 @@ class CoordinatorSettings:
     )
     keep_values_days: float = setting(
         1.0,
-        "Days after which a value of a rendezvous that nobody has touched is dropped.",
+        "Days after which an unused value of a rendezvous is dropped.",
         env="STRATA_KEEP_VALUES_DAYS",
         least=0.01,
         most=3650,
@@ -189,15 +188,15 @@ class CoordinatorSettings:
     )
     price_per_gpu_hour: float = setting(
         0.0,
-        "What an hour of a GPU costs, for `strata cost`; of a worker where there are none. 0: not known.",
+        "Price of a GPU-hour (or worker-hour, without GPUs), for `strata cost`. 0: not known.",
         env="STRATA_PRICE_PER_GPU_HOUR",
         least=0,
         most=1e6,
     )
     prices: dict[str, float] = setting(
-        dict, "The same for some runs, as run or pattern = price; the first that fits.", least=0, most=1e6
+        dict, "Prices of single runs, as run or pattern = price; the first match counts.", least=0, most=1e6
     )
-    currency: str = setting("USD", "What prices are in.", env="STRATA_CURRENCY")
+    currency: str = setting("USD", "Currency of the prices.", env="STRATA_CURRENCY")
     otel_endpoint: str = setting(
         "",
         "OpenTelemetry collector to which metrics are sent, such as http://127.0.0.1:4318.",
@@ -210,7 +209,7 @@ class CoordinatorSettings:
         choices=("local", "ray", "none"),
     )
     ray_address: str = setting(
-        "auto", "Where the Ray cluster is, for launcher 'ray'.", env="STRATA_RAY_ADDRESS"
+        "auto", "Address of the Ray cluster, for launcher 'ray'.", env="STRATA_RAY_ADDRESS"
     )
     ray_cpus_per_worker: float = setting(
         1.0,
@@ -240,8 +239,8 @@ class CoordinatorSettings:
     )
     task_environment: str = setting(
         "",
-        "Environment variables of the coordinator that tasks inherit beside the usual, with commas: AWS_*,WANDB_API_KEY; * alone "
-        "is all of them.",
+        "Further environment variables of the coordinator that tasks inherit, separated by commas: "
+        "AWS_*,WANDB_API_KEY; * for all.",
         env="STRATA_TASK_ENVIRONMENT",
     )
     task_stop_timeout: float = setting(
@@ -259,20 +258,18 @@ class CoordinatorSettings:
     )
     data_roots: tuple[str, ...] = setting(
         (),
-        "Folders and buckets (s3://bucket/prefix) that the coordinator counts and previews for callers other than "
-        "admins; none: nothing is read for them.",
+        "Folders and buckets (s3://bucket/prefix) that the coordinator reads for callers other than admins, "
+        "to count and preview samples. Without any, only admins may.",
         env="STRATA_DATA_ROOTS",
     )
-    previews: bool = setting(
-        True, "Whether samples of datasets can be looked at over the API.", env="STRATA_PREVIEWS"
-    )
+    previews: bool = setting(True, "Whether the API shows samples of datasets.", env="STRATA_PREVIEWS")
     trust_loopback: bool = setting(
         False,
         "Trust every user of this machine, not only the coordinator's own.",
         env="STRATA_TRUST_LOOPBACK",
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Further names under which browsers may address the coordinator.", env="STRATA_ALLOWED_HOSTS"
+        (), "Further host names at which browsers may reach the coordinator.", env="STRATA_ALLOWED_HOSTS"
     )
     certificate_roles: dict[str, str] = setting(
         dict, "Roles of client certificates, as common name or pattern = role, or role:job."
@@ -280,12 +277,12 @@ class CoordinatorSettings:
     tls_cert: Path | None = setting(None, "Server certificate (PEM).", env="STRATA_TLS_CERT")
     tls_key: Path | None = setting(None, "Key of the server certificate (PEM).", env="STRATA_TLS_KEY")
     tls_client_ca: Path | None = setting(
-        None, "Authority that client certificates must come from: mutual TLS.", env="STRATA_TLS_CLIENT_CA"
+        None, "CA certificate (PEM) of client certificates; enables mutual TLS.", env="STRATA_TLS_CLIENT_CA"
     )
 
     task_tls_ca: Path | None = setting(
         None,
-        "Authority by which workers of tasks know the coordinator; tls_client_ca when not given.",
+        "CA certificate with which workers of tasks verify the coordinator; tls_client_ca when not given.",
         env="STRATA_TASK_TLS_CA",
     )
     task_tls_cert: Path | None = setting(
@@ -417,7 +414,7 @@ def _weakness(token: str, host: str) -> str:
     if is_loopback(host) or len(token) >= TOKEN_CHARACTERS:
         return ""
     return (
-        f"shorter than {TOKEN_CHARACTERS} characters, and other machines may guess it; "
+        f"shorter than {TOKEN_CHARACTERS} characters, and other machines could guess it; "
         "`python -c 'import secrets; print(secrets.token_urlsafe(24))'` makes a good one"
     )
 
@@ -434,7 +431,7 @@ def _problems_of_journal(s: CoordinatorSettings) -> list[str]:
         problems.append("etcd_user and etcd_password belong together; set both or neither")
     if location is not None and not s.advertise and s.host.strip("[]") in EVERYWHERE:
         problems.append(
-            f"host {s.host} is none that others can call: set advertise to the name under which they reach this machine"
+            f"host {s.host} cannot be reached by others: set advertise to the name or address of this machine"
         )
     return problems
 
@@ -475,9 +472,7 @@ def _contradictions(s: CoordinatorSettings) -> list[str]:
         f"{name} is {problem}" for name, token in s.named_secrets() if (problem := _weakness(token, s.host))
     ]
     problems += problems_of_roots(s.data_roots, s.private_files)
-    problems += [
-        f"tokens.{role} is empty; a token must be something" for role, t in s.tokens.items() if not t
-    ]
+    problems += [f"tokens.{role} is empty; set a token" for role, t in s.tokens.items() if not t]
     problems += [
         f"{one} and {other} share one token; give each role its own"
         for one, other in combinations([*s.tokens, *(["token"] if s.token else [])], 2)

@@ -65,9 +65,9 @@ def identifier(field: str, value: str) -> None:
     if not _IDENTIFIER.fullmatch(value):
         raise InvalidArgument(
             field,
-            f"is '{shorten(value, 40)}'; only letters, digits and '-', '_', '.', ':' may be in it, and it begins with "
-            "a letter, a digit or '_'.",
-            hint="Choose such an id; metadata={'name': …} is a title for people.",
+            f"is '{shorten(value, 40)}'; it may contain only letters, digits and '-', '_', '.', ':', and must "
+            "begin with a letter, a digit or '_'.",
+            hint="Choose such an id; put a display name in metadata={'name': …}.",
         )
 
 

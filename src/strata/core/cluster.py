@@ -272,7 +272,7 @@ class Cluster:
                 return Accepted(reason=command.reason)
             case EndHang():
                 _each(fact, self.incidents.decide_moving(command, self._cost(command.job_id), now))
-                return Accepted(reason=f"step {command.step:,} was made")
+                return Accepted(reason=f"step {command.step:,} was completed")
             case SwapValue():
                 swapped = self.values.decide_swap(command, now)
                 _each(fact, swapped)
@@ -582,7 +582,7 @@ class Cluster:
         return list(self.compaction())
 
     def compaction(self) -> Iterator[Event]:
-        """The same, to be drawn little by little while the state goes on: what it was is held from now, which costs little,
+        """The same, to be drawn little by little while the state changes: what it was is held from now, which costs little,
         because what the parts hold is replaced and never changed."""
         counters = CountersRestored(
             generation=self.membership.generation,

@@ -270,5 +270,5 @@ class Leadership:
 def standby_text(leader: Leader | None) -> str:
     """Why a coordinator that does not lead refuses, and who would not."""
     if leader is None:
-        return "this coordinator is a standby; nobody leads at the moment"
+        return "this coordinator is a standby; no coordinator leads right now"
     return f"this coordinator is a standby; {leader.grpc or leader.name} leads"

@@ -53,7 +53,7 @@ class ElasticDataset(FetchesAhead):
         return self.read(samples)
 
     def read(self, samples: Sequence[int], *, begin: Callable[[int], None] | None = None) -> list[Any]:
-        """All of them at once; `begin` is called with each sample before its transform runs."""
+        """Read several samples at once; `begin` is called with each before its transform runs."""
         rows = self.reader.read(samples)
         if self._media:
             rows = [

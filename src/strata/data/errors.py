@@ -40,7 +40,7 @@ class DataError(StrataError):
 
 
 class StateMismatch(StrataError):
-    """A data position was used with data, an order or a turn it does not belong to. Continuing would lose or
-    repeat samples, so nothing was changed."""
+    """A data position was used with other data, in another order or out of turn. Continuing would lose or repeat samples,
+    so nothing was changed."""
 
     code = "data_state_mismatch"

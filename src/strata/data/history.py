@@ -52,7 +52,7 @@ def audit_by_source(source: Source, dataset: str | None = None) -> list[SourceRe
             f"The history has no mixture '{name}'." if name else "Which mixture?",
             hint=f"It has {', '.join(map(repr, sorted(mixtures)))}."
             if mixtures
-            else "Its data is not mixed: audit it without --by-source.",
+            else "Its data is not a mixture: audit it without --by-source.",
         )
     state = mixtures[name]
     measured = state.get("measured", {}).get("sources")
@@ -107,7 +107,7 @@ def commits_of(source: Source) -> Sequence[Commit]:
     if not listing.entries:
         raise LedgerError(
             f"There is no checkpoint in '{os.fspath(source)}'.",
-            hint="Give the directory or URL that the training job writes its checkpoints to.",
+            hint="Pass the directory or URL that the training job writes its checkpoints to.",
         )
     return [
         Commit(

@@ -32,7 +32,7 @@ MAX_PIXELS = 256 * 2**20
 def checked(media: Mapping[str, How]) -> dict[tuple[str, ...], How]:
     for name, how in media.items():
         if how not in ("pixels", "bytes", "path"):
-            raise ValueError(f"media['{name}'] is 'pixels', 'bytes' or 'path', not {how!r}")
+            raise ValueError(f"media['{name}'] must be 'pixels', 'bytes' or 'path', not {how!r}")
     return {tuple(name.split(".")): how for name, how in media.items()}
 
 

@@ -96,13 +96,13 @@ def discover(
     """Find the files of a dataset and count their samples, without loading them.
 
     `path` is a file, a directory, a glob, or a URL of any of these, or a list of them; or a dataset's own
-    index (`.samples`). Without `format`, suffixes decide. `progress` is told how far looking at the files has come.
+    index (`.samples`). Without `format`, suffixes decide. `progress` is called with how much of the files was read.
     """
     if on_bad not in ("raise", "skip"):
-        raise ValueError(f"on_bad is 'raise' or 'skip', not {on_bad!r}")
+        raise ValueError(f"on_bad must be 'raise' or 'skip', not {on_bad!r}")
     places = [os.fspath(path)] if isinstance(path, str | os.PathLike) else [os.fspath(each) for each in path]
     if not places:
-        raise DataError("No path was given.", hint="Give a file, a directory, a glob, or a list of them.")
+        raise DataError("No path was given.", hint="Pass a file, a directory, a glob, or a list of them.")
     if places[0].endswith(SAMPLES_SUFFIX) and len(places) == 1:
         from strata.data.streaming.sample_index import load
 
@@ -112,7 +112,7 @@ def discover(
     refs = [ref for place in places for ref in find(place, suffixes_of(chosen) if chosen else ALL_SUFFIXES)]
     if twice := [one.path for one, count in Counter(refs).items() if count > 1]:
         raise DataError.at(
-            twice[0], "it is named twice", hint="Its samples would be trained twice: name each file once."
+            twice[0], "it is listed twice", hint="Its samples would be trained twice: list each file once."
         )
     if any(ref.path.endswith(MDS.suffixes) for ref in refs):
         refs = [ref for ref in refs if os.path.basename(ref.path) != INDEX_NAME]  # It is no shard itself.
@@ -140,7 +140,7 @@ def _index_of(
         seen_bytes = int(unfinished.arrays["seen_bytes"]) if "seen_bytes" in unfinished.arrays else 0
         if seen_bytes:
             log.info(
-                "%s: its index is continued at %s of %s bytes",
+                "%s: continuing its index at %s of %s bytes",
                 ref.path,
                 f"{seen_bytes:,}",
                 f"{ref.size_bytes:,}",
@@ -229,7 +229,7 @@ class DatasetReader:
         return int(verify()) if verify is not None else 0
 
     def fetch(self, samples: Sequence[int], *, in_memory: bool = True) -> None:
-        """Have what these samples need on its way, where it is remote (`strata.data.streaming.prefetch.Ahead`)."""
+        """Start fetching what these samples need, if it is remote (`strata.data.streaming.prefetch.Ahead`)."""
         if not self.is_remote:
             return
         by_file = group_rows([int(sample) for sample in samples], self._first[:-1])
@@ -275,7 +275,7 @@ class DatasetReader:
                 known.path,
                 f"it has {source.size_bytes:,} bytes now and had {known.size_bytes:,} when it was counted",
                 hint="Data must not change during an epoch: restore it, or register it again.",
-                command_hint="Let nobody change it meanwhile, and run the command again.",
+                command_hint="Run the command again while the data does not change.",
             )
         index = self.found.indexes[number]
         if "span_bounds" in index.arrays:

@@ -220,7 +220,7 @@ def check_clock(found: Findings) -> None:
     time.sleep(0.02)
     drift_s = abs((time.time() - wall_s) - (time.monotonic() - mono_s))
     if drift_s > 1.0:
-        raise Unfit(f"the clock jumped by {drift_s:.1f} s while it was looked at")
+        raise Unfit(f"the clock jumped by {drift_s:.1f} s during the check")
 
 
 def check_disk(found: Findings, folder: Path) -> None:
@@ -235,7 +235,7 @@ def check_disk(found: Findings, folder: Path) -> None:
         seconds = time.monotonic() - began_s
         file.seek(0)
         if file.read(DISK_BYTES) != block:
-            raise Unfit(f"what was written to {folder} is not what is read from there")
+            raise Unfit(f"data read from {folder} differs from what was written")
     found.measured["disk_mb_s"] = written / seconds / 1e6
 
 
@@ -245,7 +245,7 @@ def check_processor(found: Findings) -> None:
 
     left, right, expected = whole_numbers(CPU_MATMUL)
     if not torch.equal(left.double() @ right.double(), expected.double()):
-        raise Unfit("the processor multiplies matrices wrong")
+        raise Unfit("the processor multiplies matrices incorrectly")
     words = torch.empty(CPU_PATTERN_BYTES // 8, dtype=torch.int64)
     began_s = time.monotonic()
     for pattern in PATTERNS:
@@ -307,7 +307,7 @@ def check_gpus(found: Findings) -> None:
     if not cuda.is_available() or not cuda.device_count():
         if os.environ.get("CUDA_VISIBLE_DEVICES", None) == "":
             return  # Nobody is to see one.
-        raise Unfit("there is a driver, and torch sees no GPU")
+        raise Unfit("a driver is present, but torch sees no GPU")
     found.measured["gpus"] = float(cuda.device_count())
     errors: dict[int, str] = {}
 
@@ -367,7 +367,7 @@ def _check_matmul(found: Findings, device: Any) -> None:
         ended.record()
         ended.synchronize()
         if not bool(torch.equal(product, wanted)):
-            raise Unfit("a matmul is right at first, and wrong after it was repeated")
+            raise Unfit("a matmul is correct at first, and wrong when repeated")
         found.slower("matmul_tflops", 20 * 2 * MATMUL**3 / (began.elapsed_time(ended) / 1e3) / 1e12)
     finally:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
@@ -405,7 +405,7 @@ def _measure_pcie(found: Findings, device: Any) -> None:
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1e3)
     if not torch.equal(host, back):
-        raise Unfit("what was copied to it and back is not what it was")
+        raise Unfit("data copied to it and back differs")
     found.slower("pcie_gb_s", PCIE_BYTES / max(times) / 1e9)
 
 

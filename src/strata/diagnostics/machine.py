@@ -89,7 +89,7 @@ def gpu(_: Targets) -> Iterator[CheckResult]:
             name="gpu",
             verdict="fail",
             found=f"{len(lines)} × {lines[0]}, but this torch ({torch.__version__}) cannot use it",
-            fix="Install a CUDA build of torch that fits the driver.",
+            fix="Install a CUDA build of torch that matches the driver.",
         )
         return
     nccl = (
@@ -109,12 +109,12 @@ def gpu(_: Targets) -> Iterator[CheckResult]:
 
 
 FIXES = {
-    "memory": "Something holds this machine's memory: ps aux --sort=-rss",
-    "shared memory": "Memory snapshots live there: ls -la /dev/shm; in a container give it more: --shm-size=8g",
+    "memory": "Check what uses this machine's memory: ps aux --sort=-rss",
+    "shared memory": "Memory snapshots are kept there: ls -la /dev/shm; in a container, make it larger: --shm-size=8g",
     "clock": "Set the clock: timedatectl set-ntp true",
     "processor": "Do not train here: the processor or its memory is faulty.",
-    "disk": "Look at the disk: dmesg, and df -h",
-    "loopback": "Sockets on 127.0.0.1 must work: look at the firewall, and at limits of open files.",
+    "disk": "Check the disk: dmesg, and df -h",
+    "loopback": "Sockets on 127.0.0.1 must work: check the firewall, and the limit of open files.",
     "gpu": "Do not train here: see dmesg and nvidia-smi -q; reset the device or restart the machine.",
     "nvml": "The device must be reset or replaced: nvidia-smi -q -d ECC,ROW_REMAPPER",
 }
@@ -149,7 +149,7 @@ def shared_memory(_: Targets) -> Iterator[CheckResult]:
         found=f"/dev/shm: {free / GIB:.1f} of {total / GIB:.1f} GiB free",
         fix="Two snapshots of the model and optimizer must fit; in a container: --shm-size=8g"
         if small
-        else ("Something fills /dev/shm: ls -la /dev/shm" if free < total / 10 else ""),
+        else ("Check what fills /dev/shm: ls -la /dev/shm" if free < total / 10 else ""),
     )
 
 

@@ -46,7 +46,7 @@ def torchrun_environment(_: Targets) -> Iterator[CheckResult]:
     missing = [name for name in TORCHRUN_VARIABLES if name not in values]
     numbers = {name: values[name] for name in values if name != "MASTER_ADDR" and not values[name].isdigit()}
     if missing or numbers:
-        wrong = f"missing {missing}" if missing else f"no numbers: {numbers}"
+        wrong = f"missing {missing}" if missing else f"not numbers: {numbers}"
         yield CheckResult(
             name="environment",
             verdict="fail",
@@ -59,7 +59,7 @@ def torchrun_environment(_: Targets) -> Iterator[CheckResult]:
         yield CheckResult(
             name="environment",
             verdict="fail",
-            found=f"{shown}; the rank lies outside the world",
+            found=f"{shown}; the rank is outside the world size",
             fix="Use torchrun.",
         )
         return
@@ -115,7 +115,7 @@ def network_cards(_: Targets) -> Iterator[CheckResult]:
                 name="network cards",
                 verdict="fail",
                 found=f"{variable}={value}, but this machine has {', '.join(cards)}",
-                fix=f"Name one of them: {variable}={next((c for c in cards if c != 'lo'), 'lo')}",
+                fix=f"Choose one of them: {variable}={next((c for c in cards if c != 'lo'), 'lo')}",
             )
             return
     several = [card for card in cards if card != "lo"]
@@ -185,7 +185,7 @@ def etcd(targets: Targets) -> Iterator[CheckResult]:
         f"v2 API {'on' if v2 else 'off (use --rdzv-backend=etcd, not etcd-v2)'}",
         fix=""
         if healthy
-        else "See its log: ./scripts/start_etcd.sh logs; a cluster needs most of its members",
+        else "See its log: ./scripts/start_etcd.sh logs; a cluster needs a majority of its members",
     )
 
 
@@ -199,7 +199,7 @@ def coordinator(targets: Targets) -> Iterator[CheckResult]:
         name="coordinator (gRPC)",
         verdict=_verdict(away, len(addresses), named=named),
         found="; ".join(f"{address}: {problem or 'answers'}" for address, problem in problems.items()),
-        fix="Start it: strata serve; or say where it is: --coordinator HOST:50051 (COORDINATOR_ADDR)"
+        fix="Start it: strata serve; or pass its address: --coordinator HOST:50051 (COORDINATOR_ADDR)"
         if away
         else "",
     )
@@ -218,7 +218,7 @@ def coordinator(targets: Targets) -> Iterator[CheckResult]:
             continue
         found[api] = f"{status}{', standby' if given.get('strata-role') == 'standby' else ''}"
         if status != "ok":
-            wrong = "Something else answers there; give the coordinator's address with --api"
+            wrong = "Another server answers there; pass the coordinator's address with --api"
         asked_s, answered_s, headers = began_s, time.time(), given
     silent = sum(1 for text in found.values() if not text.startswith("ok"))
     yield CheckResult(
@@ -227,7 +227,7 @@ def coordinator(targets: Targets) -> Iterator[CheckResult]:
         found="; ".join(f"{api}: {text}" for api, text in found.items()),
         fix=wrong
         or (
-            "Start it: strata serve; or say where it is: --api http://HOST:3000 (COORDINATOR_URL)"
+            "Start it: strata serve; or pass its address: --api http://HOST:3000 (COORDINATOR_URL)"
             if silent
             else ""
         ),
@@ -250,7 +250,7 @@ def _verdict(away: int, of: int, *, named: bool) -> Verdict:
 
 def _connection_problem(address: str) -> str | None:
     host, _, port = address.rpartition(":")
-    return _connect(host.strip("[]") or "127.0.0.1", int(port)) if port.isdigit() else "is no HOST:PORT"
+    return _connect(host.strip("[]") or "127.0.0.1", int(port)) if port.isdigit() else "is not HOST:PORT"
 
 
 def clock(date: str, asked_s: float, answered_s: float) -> CheckResult:

@@ -19,7 +19,7 @@ def disk(targets: Targets) -> Iterator[CheckResult]:
     folder = Path(targets.checkpoint_dir or ".").expanduser().absolute()
     if not folder.is_dir():
         yield CheckResult(
-            name="disk", verdict="fail", found=f"{folder} is not there", fix=f"Create it: mkdir -p {folder}"
+            name="disk", verdict="fail", found=f"{folder} does not exist", fix=f"Create it: mkdir -p {folder}"
         )
         return
     stat = os.statvfs(folder)
@@ -34,7 +34,7 @@ def disk(targets: Targets) -> Iterator[CheckResult]:
             name="disk",
             verdict="fail",
             found=f"{folder} cannot be written: {error.strerror}",
-            fix=f"See what is free and whose it is: df -h {folder}; ls -la {folder}",
+            fix=f"Check free space and owner: df -h {folder}; ls -la {folder}",
         )
         return
     yield CheckResult(
@@ -53,7 +53,7 @@ def s3(targets: Targets) -> Iterator[CheckResult]:
             name="s3",
             verdict="skip",
             found="no bucket named",
-            fix="Name one to check it: strata doctor --s3-bucket BUCKET",
+            fix="Pass one to check it: strata doctor --s3-bucket BUCKET",
         )
         return
     yield from _probe(targets.s3_bucket, targets.s3_region)
@@ -95,7 +95,7 @@ def _probe(bucket: str, region: str | None) -> Iterator[CheckResult]:
     for step, action in steps:
         name = f"s3 {step}"
         if step == "read" and not written:
-            yield CheckResult(name=name, verdict="skip", found="nothing could be written to read back")
+            yield CheckResult(name=name, verdict="skip", found="nothing was written that could be read back")
             continue
         try:
             action()

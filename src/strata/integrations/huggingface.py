@@ -94,7 +94,7 @@ class StrataCallback(TrainerCallback):
             if isinstance(made.dataset, IterableDataset) or not isinstance(made, DataLoader):
                 raise CannotPromise(
                     f"The Trainer reads {type(made.dataset).__name__} in an order of its own: its position cannot be restored exactly.",
-                    hint="Give it a map-style dataset (with __getitem__ and __len__).",
+                    hint="Pass a map-style dataset (with __getitem__ and __len__).",
                 )
             seed = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
             self._loader = loader = TrainerLoader(
@@ -134,7 +134,7 @@ class StrataCallback(TrainerCallback):
                 raise CannotPromise(
                     "resume_from_checkpoint names a checkpoint of the Trainer's own, which has no data position that could be "
                     "restored exactly.",
-                    hint="Leave it out: train() continues the run in the destination of StrataCallback.",
+                    hint="Remove it: train() continues the run in the destination of StrataCallback.",
                 )
             try:
                 return own(None, *arguments, **options)
@@ -192,8 +192,8 @@ class StrataCallback(TrainerCallback):
             )
         if self.job is None:
             raise CannotPromise(
-                "StrataCallback was given to a Trainer that it is not attached to: nothing would be restored.",
-                hint="Make the Trainer without it, then call StrataCallback(...).attach(trainer).",
+                "StrataCallback was passed to a Trainer that it is not attached to: nothing would be restored.",
+                hint="Create the Trainer without it, then call StrataCallback(...).attach(trainer).",
             )
 
     def on_substep_end(
@@ -302,6 +302,6 @@ def _order(trainer: Any) -> Any:
         raise CannotPromise(
             f"The Trainer would read in the order of a {type(sampler).__name__}, which cannot be continued at another number of "
             "ranks.",
-            hint="Leave train_sampling_strategy (group_by_length) out: the order is Strata's, shuffled by data_seed.",
+            hint="Remove train_sampling_strategy (group_by_length): the order is Strata's, shuffled by data_seed.",
         )
     return sampler

@@ -185,7 +185,7 @@ def _loader_of(trainer: Trainer) -> TrainerLoader:
     if not isinstance(given, TrainerLoader):
         raise CannotPromise(
             f"StrataCallback cannot restore the position of a {type(given).__name__} exactly.",
-            hint="Give the Trainer one strata.integrations.lightning.TrainerLoader(dataset, batch_size=...) to train on.",
+            hint="Pass the Trainer one strata.integrations.lightning.TrainerLoader(dataset, batch_size=...) to train on.",
         )
     source.instance, source.name = given, ""  # The one that Lightning will ask for.
     return given
@@ -196,12 +196,12 @@ def _refuse(trainer: Any, module: LightningModule) -> None:
     if trainer.ckpt_path is not None:
         raise CannotPromise(
             f"ckpt_path='{trainer.ckpt_path}' names a checkpoint of Lightning's own beside the run of StrataCallback.",
-            hint="Leave it out: fit() continues the run in the destination of StrataCallback.",
+            hint="Remove it: fit() continues the run in the destination of StrataCallback.",
         )
     if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
         raise CannotPromise(
             "limit_train_batches, overfit_batches and fast_dev_run end epochs before their data does.",
-            hint="Leave them out, or leave StrataCallback out while you try something.",
+            hint="Remove them, or train without StrataCallback while you experiment.",
         )
     if any(isinstance(each, GradientAccumulationScheduler) for each in _callbacks(trainer)):
         raise CannotPromise(
@@ -211,11 +211,11 @@ def _refuse(trainer: Any, module: LightningModule) -> None:
     if trainer.reload_dataloaders_every_n_epochs:
         raise CannotPromise(
             "reload_dataloaders_every_n_epochs makes another loader in the middle of a run.",
-            hint="Leave it out: a TrainerLoader continues with the next epoch by itself.",
+            hint="Remove it: a TrainerLoader continues with the next epoch by itself.",
         )
     if not module.automatic_optimization and trainer.accumulate_grad_batches > 1:
         raise CannotPromise(
-            "With manual optimization nobody but the module knows which batches make a step.",
+            "With manual optimization, only the module knows which batches make a step.",
             hint="Let it step once for each batch (accumulate_grad_batches=1): a batch then counts when training_step returns.",
         )
     if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
@@ -342,7 +342,8 @@ class StrataCheckpointIO(CheckpointIO):
         named = self._named(manager, name)
         if not named:
             raise StrataError(
-                f"There is no checkpoint '{name}' in {folder}.", hint=f"Look: strata checkpoint ls {folder}"
+                f"There is no checkpoint '{name}' in {folder}.",
+                hint=f"List them: strata checkpoint ls {folder}",
             )
         wanted = named[0].checkpoint_id
         rank, world_size = rank_and_world()
@@ -403,7 +404,7 @@ class StrataCheckpointIO(CheckpointIO):
                 remove(catalog, entry)
         except (StoreError, OSError) as error:
             log.warning(
-                "'%s' is saved, but what it replaces is still in %s; its next save tries again: %s",
+                "'%s' is saved, but the checkpoint it replaces is still in %s; the next save retries: %s",
                 name,
                 folder,
                 error,
@@ -473,8 +474,8 @@ def _without_plugin(strategy: type[Strategy], reason: str, hint: str) -> None:
 
 
 _OWN_LOOP = (
-    "train the sharded model with strata.elastic in a loop of your own (docs/tutorials/large-models.md), or leave the plugin "
-    "out and let Lightning save by itself."
+    "train the sharded model with strata.elastic in a loop of your own (docs/tutorials/large-models.md), "
+    "or remove the plugin and let Lightning save by itself."
 )
 _without_plugin(
     FSDPStrategy,

@@ -64,7 +64,7 @@ class TrainerLoader:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise CannotPromise(
                 f"{type(dataset).__name__} has no length or no order of its own: its position cannot be restored exactly.",
-                hint="Give a map-style dataset (with __getitem__ and __len__), e.g. one that strata.ElasticDataset reads from files.",
+                hint="Pass a map-style dataset (with __getitem__ and __len__), e.g. a strata.ElasticDataset over files.",
             )
         if batch_size < 1:
             raise ValueError(f"batch_size ({batch_size}) must be positive")
@@ -83,7 +83,7 @@ class TrainerLoader:
     # --- set up ---------------------------------------------------------------------------------------------
 
     def accumulation(self, given: int) -> int:
-        """Over how many batches gradients are accumulated, where the trainer was told `given`."""
+        """Over how many batches gradients are accumulated, where the trainer was given `given`."""
         world = rank_and_world()[1]
         if self.global_batch_size is None:
             return given
@@ -231,7 +231,7 @@ def batches_of(state: Mapping[str, Any], *, world_size: int) -> tuple[int, int]:
 
 
 def said_at_start(loader: TrainerLoader) -> str:
-    """What every start says of the data, so that nothing is left out silently."""
+    """What every start logs about the data, so that nothing is left out silently."""
     sampler = loader.elastic.sampler
     batch = sampler.global_batch_size
     dropped = sampler.total % batch

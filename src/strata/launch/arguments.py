@@ -50,17 +50,17 @@ COMMON_VARIABLES = ("NPROC_PER_NODE", "RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID"
 WRONG_CALL = 2
 UNSAFE_BACKENDS = {
     "c10d": "--rdzv-backend=c10d opens torch's rendezvous on every interface of this machine, without a password, and "
-    "unpickles what stands there: whoever reaches the port runs code as you. Leave it out on one machine; on several use "
+    "unpickles its contents: anyone who reaches the port can run code as you. Omit it on one machine; on several use "
     "--rdzv-backend=strata or etcd.",
-    "static": "a static rendezvous (--master-addr) opens torch's key-value store on every interface of that machine, without "
-    "a password. Leave it out on one machine; on several use --rdzv-backend=strata or etcd.",
+    "static": "a static rendezvous (--master-addr) opens torch's key-value store on every interface of that machine, "
+    "without a password. Omit it on one machine; on several use --rdzv-backend=strata or etcd.",
 }
 """Torch's own, which the user may ask for: what that means."""
 _NEEDS_ENDPOINT = (
-    "--nnodes={nnodes} lets several machines take part, and they need a rendezvous endpoint. Start a coordinator on one of them "
-    "(`strata serve --host 0.0.0.0` with a token; see docs/operating/deploying.md) and give every machine --rdzv-endpoint=HOST:50051; "
-    "or use etcd: --rdzv-backend=etcd --rdzv-endpoint=HOST:2379. A fixed set of machines that never changes may also name "
-    "one of them: --master-addr=HOST --master-port=29500 --node-rank=N."
+    "--nnodes={nnodes} allows several machines, which need a rendezvous endpoint. Start a coordinator on one of them "
+    "(`strata serve --host 0.0.0.0` with a token; see docs/operating/deploying.md) and pass --rdzv-endpoint=HOST:50051 "
+    "on every machine; or use etcd: --rdzv-backend=etcd --rdzv-endpoint=HOST:2379. For a fixed set of machines, one of "
+    "them can also be the master: --master-addr=HOST --master-port=29500 --node-rank=N."
 )
 
 
@@ -117,9 +117,8 @@ def _add_spares(parser: ArgumentParser) -> None:
         type=int,
         default=os.environ.get("PET_SPARES", "0"),
         metavar="N",
-        help="Processes beyond the workers that stand by on this machine: imported, at the entrance of the script's "
-        "@strata.recoverable function, with contexts on the workers' GPUs. When a worker is lost, one takes its place at once "
-        "and another is started.",
+        help="Standby processes on this machine, waiting at the script's @strata.recoverable function with CUDA contexts "
+        "on the workers' GPUs. One replaces a lost worker at once, and another is started.",
     )
 
 
@@ -128,7 +127,7 @@ def _add_health(parser: ArgumentParser) -> None:
         "--no-health-check",
         action="store_true",
         default=os.environ.get("PET_NO_HEALTH_CHECK", "") not in ("", "0"),
-        help="Join without examining this machine first (GPUs, memory, disk, clock, loopback); the same as STRATA_HEALTH=off.",
+        help="Join without checking this machine first (GPUs, memory, disk, clock, loopback); the same as STRATA_HEALTH=off.",
     )
 
 
@@ -186,11 +185,11 @@ def _fill(args: Namespace) -> None:
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # As torch does, at length.
     if args.spares < 0:
-        raise _WrongCall(f"--spares={args.spares}: give how many processes stand by, or leave it out.")
+        raise _WrongCall(f"--spares={args.spares}: pass the number of standby processes, or omit it.")
     if args.spares and getattr(args, "virtual_local_rank", False):
         raise _WrongCall(
-            "--spares with --virtual-local-rank: a spare must see the GPUs of all workers, because it does not know whose place it will "
-            "take. Leave one of them out."
+            "--spares with --virtual-local-rank: a spare must see the GPUs of all workers, because it may "
+            "replace any of them. Omit one of the two."
         )
     if args.start_method is None:
         args.start_method = "spawn" if args.no_python or "PYTHON_EXEC" in os.environ else "forkserver"

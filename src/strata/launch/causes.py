@@ -122,7 +122,7 @@ class Failures:
         if asked_to_stop:
             if agent_code != -signal.SIGKILL:
                 return None
-            message = "it did not exit in time and was killed; the newest checkpoint is the previous one"
+            message = "it did not exit in time and was killed; the newest checkpoint is the one before"
             return ExitCause(kind="signal", signal="SIGKILL", message=message)
         if agent_code == 0:
             return None

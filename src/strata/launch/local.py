@@ -97,7 +97,7 @@ class LocalLauncher:
         except OSError as error:
             raise LaunchFailed(
                 f"Task '{plan.task_id}' cannot be started: {error}.",
-                hint=f"Look at {plan.run_dir}: is the disk full, may this user write there?",
+                hint=f"Check {plan.run_dir}: is the disk full, may this user write there?",
             ) from error
         run = self._remember(plan, gpus)
         run.child = child
@@ -308,4 +308,4 @@ def _last_words(run_dir: Path) -> str:
         text = (run_dir / "supervisor.log").read_text(errors="replace").strip()
         if text:
             return f"its supervisor did not start: {text.splitlines()[-1][:500]}"
-    return "it was never started, or no trace of it is left on this machine"
+    return "it was never started, or left no trace on this machine"

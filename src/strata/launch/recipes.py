@@ -90,14 +90,14 @@ class Recipe:
         if self.needs_dataset and dataset_id is None:
             raise InvalidArgument(
                 "dataset_id",
-                f"is missing: '{self.name}' works on a dataset.",
+                f"is missing: '{self.name}' needs a dataset.",
                 hint="POST /api/datasets registers one; GET /api/datasets lists them.",
             )
         if self.max_workers is not None and worker_count > self.max_workers:
             raise InvalidArgument(
                 "worker_count",
                 f"is {worker_count}; '{self.name}' takes at most {self.max_workers}.",
-                hint="Ask for fewer.",
+                hint="Request fewer.",
             )
 
     @property
@@ -234,7 +234,9 @@ def _read_recipe(path: Path, declared: dict[str, Any], problems: list[str]) -> R
     before = len(problems)
     name = path.stem
     if not NAME.fullmatch(name):
-        problems.append(f"{path}: a recipe's name is small letters, digits, '.', '_' and '-', at most 64")
+        problems.append(
+            f"{path}: a recipe's name has lower-case letters, digits, '.', '_' and '-', at most 64"
+        )
     problems += [f"{path}: {problem}" for problem in check(_DECLARATION, declared)]
     if len(problems) > before:
         return None
@@ -301,7 +303,7 @@ def _secret_problems(schema: Schema) -> list[str]:
                 f"config.{key}.variable must be the name of an environment variable, not '{variable}'"
             )
         elif variable.startswith(("STRATA_", "LD_", "PYTHON")) or variable == "PATH":
-            problems.append(f"config.{key}.variable: {variable} has a meaning of its own; choose another")
+            problems.append(f"config.{key}.variable: {variable} is reserved; choose another")
         if "default" in about or "examples" in about or "enum" in about:
             problems.append(
                 f"config.{key}: a secret has no default, examples or enum, which everybody could read"
@@ -314,7 +316,7 @@ def _secret_problem(value: str) -> str:
     if value == SECRET_SHOWN:
         return f"is '{SECRET_SHOWN}', which stands for a value that is not shown."
     if "\0" in value:
-        return "holds a zero byte, which no environment variable can."
+        return "contains a NUL byte, which an environment variable cannot."
     if len(value) > SECRET_LIMIT:
         return f"is {len(value):,} characters long; at most {SECRET_LIMIT:,} are allowed."
     return ""
@@ -322,7 +324,7 @@ def _secret_problem(value: str) -> str:
 
 def _program(path: Path, declared: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
     if ("script" in declared) == ("module" in declared):
-        problems.append(f"{path}: name either a script or a module")
+        problems.append(f"{path}: set either script or module")
         return ()
     if "module" in declared:
         if not re.fullmatch(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*", declared["module"]):

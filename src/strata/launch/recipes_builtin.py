@@ -28,7 +28,7 @@ _MODEL = _schema(
 
 TRAINING = Recipe(
     name="training",
-    description="Train a GPT on a text dataset, elastically. Without a dataset: on text that every machine has.",
+    description="Train a GPT on a text dataset, elastically. Without a dataset: on text that ships with Python.",
     program=("-m", "strata.launch.programs.training"),
     built_in=True,
     gpus_per_worker=None,
@@ -46,7 +46,7 @@ TRAINING = Recipe(
         max_norm=_key("number", "Maximum gradient norm.", default=1.0, exclusiveMinimum=0),
         seed=_key("integer", "Seed of weights and data order.", default=1234, minimum=0, maximum=2**31 - 1),
         precision=_key("string", "Precision of the forward pass.", default="fp32", enum=["fp32", "bf16"]),
-        device=_key("string", "Where to compute.", default="auto", enum=["auto", "cpu", "cuda"]),
+        device=_key("string", "Device to train on.", default="auto", enum=["auto", "cpu", "cuda"]),
         tokenizer=_key("string", "'bytes', or the path of a tokenizer.json.", default="bytes", minLength=1),
         text_key=_key("string", "Field that holds the text.", default="text", minLength=1, maxLength=256),
         checkpoint_interval=_key("integer", "Steps between checkpoints on disk.", default=50, minimum=1),

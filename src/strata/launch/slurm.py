@@ -81,7 +81,7 @@ class SlurmOptions:
             if value and not WORD.fullmatch(value)
         ]
         found += [
-            f"environment: '{name}' is no variable's name"
+            f"environment: '{name}' is not a variable name"
             for name in self.environment
             if not name.isidentifier()
         ]

@@ -87,15 +87,13 @@ class CasRendezvousHandler(DynamicHandler):
                 note_rendezvous(self.settings.run_id, began_s, time.monotonic())
                 if self._stands_by:
                     self._stands_by = False
-                    logger.warning(
-                        "this machine takes a place in '%s', as rank %d", self.settings.run_id, met.rank
-                    )
+                    logger.warning("this machine joins '%s' as rank %d", self.settings.run_id, met.rank)
                 return met
             except RoundLost as lost:
-                logger.warning("%s; meeting again", lost)
+                logger.warning("%s; joining again", lost)
             except RendezvousGracefulExitError:
                 logger.warning(
-                    "the run '%s' has ended: this machine stood by and was not needed", self.settings.run_id
+                    "the run '%s' has ended: this machine was on standby and not needed", self.settings.run_id
                 )
                 raise
             except RendezvousTimeoutError as error:
@@ -169,7 +167,7 @@ class CasRendezvousHandler(DynamicHandler):
         if not self._stands_by:
             self._stands_by = True
             logger.warning(
-                "'%s' has its %d machines: this one stands by until one of them is lost",
+                "'%s' has its %d machines: this one is on standby until one of them is lost",
                 *(self.settings.run_id, self.settings.max_nodes),
             )
         if self.on_stand_by is not None:
@@ -258,7 +256,7 @@ class CasRendezvousHandler(DynamicHandler):
         present = sorted(
             {str(node) for node in (*state.participants, *state.wait_list)} - {str(self.this_node)}
         )
-        others = f"besides this node there was {', '.join(present)}" if present else "no other node joined"
+        others = f"besides this node, {', '.join(present)} joined" if present else "no other node joined"
         return (
             f"Timed out waiting for rendezvous '{settings.run_id}' after {settings.timeout.join.total_seconds():g} s: "
             f"{settings.min_nodes} nodes are needed, {others}. All nodes must use the same --rdzv-id and endpoint; "
@@ -309,7 +307,7 @@ def create_cas_handler(
         client.get(backend.state_key)
     except ConnectionError as error:
         raise RendezvousConnectionError(unreachable(error)) from error
-    # torchrun always passes `timeout`, with 900 s unless told otherwise; torch's own name for it comes first.
+    # torchrun always passes `timeout`, with 900 s unless set; torch's own name for it comes first.
     join_s = float(params.get("join_timeout") or params.get("timeout") or 600)
     store = CasStore(client, lambda: backend.store_root)
     handler: CasRendezvousHandler = CasRendezvousHandler.from_backend(

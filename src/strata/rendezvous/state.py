@@ -78,9 +78,9 @@ class SharedState:
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise RendezvousStateError(
-                f"Stale state detected: what is stored under this rendezvous id was not written by this version of "
-                f"Strata ({type(error).__name__}: {error}). Use another --rdzv-id, or remove it: "
-                f"etcdctl del --prefix /torch/elastic/ID"
+                "Stale state detected: the state under this rendezvous id was not written by this version of Strata "
+                f"({type(error).__name__}: {error}). Use another --rdzv-id, or remove it: etcdctl del --prefix "
+                "/torch/elastic/ID"
             ) from error
 
     def to_torch(self, last_heartbeats: Mapping[Node, datetime]) -> bytes:

@@ -53,7 +53,7 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
     else:
         if unfit := check_before_joining(client):
             raise RendezvousError(
-                f"The machine '{host}' is not fit to train: {unfit}. Look at it with: strata doctor; when it is fixed: "
+                f"The machine '{host}' is not fit to train: {unfit}. Check it with: strata doctor; when it is fixed: "
                 f"strata quarantine clear {host}"
             )
     handler = create_cas_handler(client, params, unreachable=unreachable)

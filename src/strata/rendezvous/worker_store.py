@@ -1,7 +1,7 @@
 """The key-value store at which the workers of one round meet: held by an agent, and bound to the address that is in use.
 
 Torch's store knows no passwords, and torch binds it to every interface of the machine. Here it listens only where workers
-were told to look for it: on loopback when all of them are on this machine. What stands in it is never unpickled by us. Every
+look for it: on loopback when all of them are on this machine. What stands in it is never unpickled by us. Every
 round gets a store of its own, so what an earlier round left is never read, and it outlives the worker of rank 0.
 """
 
@@ -40,8 +40,8 @@ def serve(address: str, port: int = 0, *, bind: str | None = None) -> tuple[TCPS
         listener = _listen(host, port)
     except OSError as error:
         raise RendezvousConnectionError(
-            f"Workers cannot rendezvous at {address}:{port}: {error}. Leave --master-port and --master-addr out and a free port "
-            "is picked, or name others."
+            f"Workers cannot rendezvous at {address}:{port}: {error}. Remove --master-port and --master-addr to "
+            "use a free port, or pass others."
         ) from error
     port = listener.getsockname()[1]
     return serve_on(listener, address, timeout=STORE_TIMEOUT), port
@@ -58,12 +58,12 @@ def interface_of(address: str, *, alone: bool) -> str:
         if alone or not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
             _listen(found, 0).close()
             return found
-        reason = f"{address} stands for {found} on this machine, which others cannot reach"
+        reason = f"{address} resolves to {found} on this machine, which others cannot reach"
     except OSError as error:
         reason = f"{address} is not an address of this machine ({error})"
     logger.warning(
-        "the workers' key-value store listens on every interface: %s. Give --local-addr=IP, this machine's address in the "
-        "network of the job",
+        "the workers' key-value store listens on every interface: %s. Pass --local-addr=IP, this machine's "
+        "address in the network of the job",
         reason,
     )
     return EVERYWHERE

@@ -34,7 +34,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as torn:
         if torn.partial:
-            raise ConnectionError("the other end has ended within a message") from None
+            raise ConnectionError("the connection ended within a message") from None
         return None
 
 
@@ -46,5 +46,5 @@ async def read_json(reader: asyncio.StreamReader) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConnectionError("the other end has not said who it is")
+        raise ConnectionError("the other end did not identify itself")
     return found

@@ -107,14 +107,14 @@ def _exact_reader(kind: Any) -> Callable[[bytes], Any]:
         try:
             message = parse(data)
         except DecodeError as error:
-            return Malformed(f"it is no {kind.DESCRIPTOR.name} of Strata ({error})", hint)
+            return Malformed(f"it is not a {kind.DESCRIPTOR.name} of Strata ({error})", hint)
         size_bytes = message.ByteSize()
         message.DiscardUnknownFields()
         if message.ByteSize() != size_bytes:
             what = (
                 f"it has fields that a {kind.DESCRIPTOR.name} of Strata does not have, or has as another type"
             )
-            return Malformed(f"{what}; what they mean here is not what this client means by them", hint)
+            return Malformed(f"{what}; they have another meaning here", hint)
         return message
 
     return read
@@ -130,7 +130,7 @@ class _OtherVersions(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         said = (
             f"This coordinator (Strata {strata.__version__}) speaks {pb.DESCRIPTOR.package}, not {asked[1]}."
         )
-        hint = "Upgrade the coordinator first, then what calls it."
+        hint = "Upgrade the coordinator first, then its clients."
 
         async def refuse(requests: object, context: Any) -> None:
             trailers = (("strata-code", "wire_version"), ("strata-hint-bin", hint.encode()))

@@ -104,7 +104,7 @@ class AgentPresence:
                 failure = error
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     logger.info(
-                        "the coordinator is of an earlier version: lost nodes are known by keep-alives alone"
+                        "the coordinator is an earlier version: lost nodes are detected by keep-alives only"
                     )
                     return
             finally:

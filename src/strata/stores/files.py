@@ -180,7 +180,7 @@ class FileStore:
                     finally:
                         os.close(fd)
         if removed:
-            log.info("%s: removed %d unfinished values of writers that have ended", self.url, removed)
+            log.info("%s: removed %d unfinished files of writers that have ended", self.url, removed)
         return removed
 
     # --- writing, for FileWriter ---
@@ -276,7 +276,7 @@ class FileStore:
                 hint="Choose another key.",
             )
         return AlreadyExists(
-            f"'{key}' is in {self.root} already and was to be written only if absent.",
+            f"'{key}' already exists in {self.root}, and was to be written only if absent.",
             tier=self.tier,
             key=key,
             reason="already exists",

@@ -45,7 +45,7 @@ def _problem(key: str) -> str:
     except UnicodeEncodeError:
         return "it is not valid Unicode text"
     if len(encoded) > MAX_KEY_BYTES:
-        return f"it is {len(encoded)} bytes long and {MAX_KEY_BYTES} is the most"
+        return f"it is {len(encoded)} bytes long; at most {MAX_KEY_BYTES} are allowed"
     if any(byte < 0x20 or byte == 0x7F for byte in encoded):
         return "it contains a control character"
     if "\\" in key:
@@ -60,7 +60,7 @@ def _problem(key: str) -> str:
     if any(len(part.encode()) > MAX_PART_BYTES for part in parts):
         return f"one of its parts is longer than {MAX_PART_BYTES} bytes"
     if parts[0] == RESERVED:
-        return f"'{RESERVED}' is kept for the store itself"
+        return f"'{RESERVED}' is reserved for the store itself"
     return ""
 
 

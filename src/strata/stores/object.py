@@ -266,11 +266,10 @@ class ObjectStore:
 
         if len(view) > _MOST_BYTES_IN_ONE_REQUEST:
             raise StoreError(
-                f"'{key}' has {len(view)} bytes; {_MOST_BYTES_IN_ONE_REQUEST} is the most that can be written only "
-                "if absent.",
+                f"'{key}' has {len(view)} bytes; values written only if absent may have at most {_MOST_BYTES_IN_ONE_REQUEST}.",
                 tier=self.tier,
                 key=key,
-                hint="Write the large value plainly, and publish it with a small one that names it.",
+                hint="Write the large value without a condition, and publish it with a small one that names it.",
             )
         # Retries are made here and not in the client, to know which refusals may follow from a request sent twice.
         client = self._client_without_retries
@@ -415,7 +414,7 @@ class ObjectStore:
                 data = answer.bytes()
                 if len(data) == size_bytes:
                     return data
-                failure: Exception = EOFError(f"{len(data)} bytes came where {size_bytes} were asked for")
+                failure: Exception = EOFError(f"received {len(data)} bytes instead of {size_bytes}")
             except FileNotFoundError:
                 return None
             except Exception as error:
@@ -447,7 +446,7 @@ class ObjectStore:
         """Pause before another attempt; False, at once, if there is to be none."""
         if (pause_s := budget.pause_s()) is None:
             return False
-        log.warning("%s failed (%s), trying again in %.1f s", doing, type(failure).__name__, pause_s)
+        log.warning("%s failed (%s), retrying in %.1f s", doing, type(failure).__name__, pause_s)
         time.sleep(pause_s)
         return True
 
@@ -464,7 +463,7 @@ class ObjectStore:
 
     def _exists(self, key: str) -> AlreadyExists:
         return AlreadyExists(
-            f"'{key}' is in {self.url} already and was to be written only if absent.",
+            f"'{key}' already exists in {self.url}, and was to be written only if absent.",
             tier=self.tier,
             key=key,
             reason="already exists",

@@ -43,7 +43,7 @@ _KINDS: dict[int, type[StoreError]] = {
 _HINTS: dict[type[StoreError], str] = {
     NoSpace: "Free some space (df -h shows how much), or keep fewer checkpoints.",
     AccessDenied: "Check the owner and permissions of the directory (ls -la) and that it is not mounted read-only.",
-    DeviceError: "The device is failing: look at dmesg, and write to another one.",
+    DeviceError: "The device is failing: check dmesg, and write to another one.",
     Unavailable: "Check the mount and the limit on open files (ulimit -n), then try again.",
     InvalidKey: "A value and a folder cannot share one name: choose another key.",
 }

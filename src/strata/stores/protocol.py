@@ -89,11 +89,11 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove `key`; absent already is success."""
+        """Remove `key`; succeeds if it does not exist."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Free space, or None where that has no meaning (object storage)."""
+        """Free space, or None if that is undefined (object storage)."""
         ...
 
 
@@ -126,7 +126,7 @@ StorageBackend = Store
 
 
 class StoreError(StrataError):
-    """A store could not do what was asked. `reason` is the cause alone ("No space left on device"), for callers
+    """An operation of a store failed. `reason` is the cause alone ("No space left on device"), for callers
     who phrase the message themselves."""
 
     code: ClassVar[str] = "store_error"
@@ -153,13 +153,13 @@ class AlreadyExists(StoreError):
 
 
 class Truncated(StoreError):
-    """The value is shorter than what was asked of it."""
+    """The value is shorter than the requested range."""
 
     code = "truncated"
 
 
 class Replaced(StoreError):
-    """The value is not the one that was looked at before."""
+    """The value was replaced since it was first read."""
 
     code = "replaced"
 
@@ -186,30 +186,30 @@ class NoSpace(StoreError):
 
 
 class DeviceError(StoreError):
-    """The device failed to read, write or flush. What it did with the bytes is unknown, so they count as lost."""
+    """The device failed to read, write or flush. The state of the bytes is unknown, so they count as lost."""
 
     code = "device_error"
 
 
 class AccessDenied(StoreError):
-    """The store answered, and said no: credentials or permissions."""
+    """The store refused access: credentials or permissions."""
 
     code = "access_denied"
 
 
 class NoCredentials(AccessDenied):
-    """There is nothing to sign a request with."""
+    """There are no credentials to sign a request with."""
 
     code = "no_credentials"
 
 
 class Misconfigured(StoreError):
-    """The store is not where the configuration says: no such bucket, another region, a wrong endpoint."""
+    """The configuration does not lead to a store: no such bucket, another region, a wrong endpoint."""
 
     code = "store_misconfigured"
 
 
 class Unavailable(StoreError):
-    """The store did not answer, or answered that it cannot now, for longer than the retry budget."""
+    """The store did not answer, or was overloaded, for longer than the retry budget."""
 
     code = "unavailable"

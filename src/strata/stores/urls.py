@@ -50,7 +50,7 @@ def open_store(url: str | os.PathLike[str], **options: StoreOption) -> Store:
         raise InvalidStoreURL(
             f"{parts.scheme}://…",
             "it contains credentials",
-            instead="them into the environment, not into the URL",
+            instead="them in the environment, not in the URL",
         )
     match parts.scheme:
         case "file":
@@ -123,7 +123,7 @@ def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
         if not backend:
             raise InvalidStoreURL(
                 place,
-                "STORAGE_BACKEND must say what kind of storage CHECKPOINT_BUCKET is",
+                "STORAGE_BACKEND must name the kind of storage of CHECKPOINT_BUCKET",
                 instead="STORAGE_BACKEND=local, s3, gcs, azure or memory",
             )
         place = _SCHEMES[backend] + place

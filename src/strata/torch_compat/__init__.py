@@ -177,7 +177,7 @@ class UnsupportedTorch(StrataError):
 
     def __init__(self, *, version: str, missing: tuple[str, ...]) -> None:
         super().__init__(
-            f"torch {version} does not have what this version of Strata uses: {', '.join(missing)}.",
+            f"torch {version} lacks names that this version of Strata uses: {', '.join(missing)}.",
             hint=f"Strata is tested with torch {OLDEST} to {NEWEST}: install one of these, or a newer Strata.",
         )
         self.version = version

@@ -110,7 +110,7 @@ class ProcessGroups:
         before = _sockets()
         with self._changed:
             if self._aborted.is_set():
-                raise ConnectionAbortedError("the process group was aborted before it was made")
+                raise ConnectionAbortedError("the process group was aborted before it was created")
             self._making.append(before)
         try:
             yield

@@ -49,7 +49,7 @@ def serve_on(listener: socket.socket, address: str, *, timeout: timedelta) -> TC
 
 
 def join_promptly() -> None:
-    """From now on, ranks of this process connect when rank 0 listens. Torch tries once, usually a moment too early, and again
+    """From now on, ranks of this process connect when rank 0 listens. Torch makes one attempt, usually slightly too early, and another
     after half a second: half of the time that ranks need to find each other after a crash."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # A function has the same name.
     create = rendezvous._create_c10d_store

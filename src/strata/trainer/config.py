@@ -137,7 +137,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
         document = OmegaConf.to_container(merged, resolve=True)
     except FileNotFoundError:
-        raise ConfigurationError(f"There is no file '{path}'") from None
+        raise ConfigurationError(f"The file '{path}' does not exist") from None
     except (
         YAMLError,
         OmegaConfBaseException,
@@ -150,7 +150,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         known = isinstance(error, YAMLError)
         reason = _syntax_error(path) if known else str(error) or "it must be a mapping of sections"
         raise ConfigurationError(
-            f"'{path}' cannot be read: {reason}", suggestions=[f"Look at it with: strata validate {path}"]
+            f"'{path}' cannot be read: {reason}", suggestions=[f"Check it with: strata validate {path}"]
         ) from error
     if not isinstance(document, dict):
         raise ConfigurationError(f"'{path}' must be a mapping of sections")
@@ -165,7 +165,7 @@ def _syntax_error(path: Path) -> str:
         yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         return f"{type(error).__module__}.{type(error).__name__}: {error}"
-    return "it is no YAML that OmegaConf accepts"
+    return "it is not YAML that OmegaConf accepts"
 
 
 def _build(document: Mapping[str, Any]) -> TrainConfig:

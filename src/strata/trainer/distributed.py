@@ -170,7 +170,7 @@ def setup_distributed_environment(backend: Backend = "auto", *, timeout_s: float
             raise DistributedSetupError(
                 f"NCCL error in: local rank {world.local_rank} has no GPU, this machine has {gpus}",
                 suggestions=(
-                    "See what the driver finds: nvidia-smi",
+                    "Check what the driver finds: nvidia-smi",
                     "Start fewer workers per node (--nproc-per-node), or use backend='gloo' on the CPU.",
                 ),
             )
@@ -276,7 +276,7 @@ def _setup_error(error: Exception, *, world: WorldInfo, timeout_s: float) -> Dis
     return DistributedSetupError(
         f"Rank {world.rank} of {world.world_size} could not join the others at {address}: {text.splitlines()[0]}",
         suggestions=(
-            f"See that the node of rank 0 listens there: nc -zv {world.master_addr} {world.master_port}",
+            f"Check that the node of rank 0 listens there: nc -zv {world.master_addr} {world.master_port}",
             "After a restart: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
         ),
     )

@@ -100,9 +100,9 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
             suggestions=(
                 "MASTER_ADDR must be the address of the node of rank 0 (hostname -I there); "
                 "on one machine: MASTER_ADDR=localhost",
-                f"See that every node can reach it and no firewall is in between: nc -zv {address.replace(':', ' ')}",
-                "Where several network cards are present name one: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
-                "Give slow networks longer: setup_distributed_environment(timeout_s=600)",
+                f"Check that every node can reach it and no firewall is in between: nc -zv {address.replace(':', ' ')}",
+                "With several network interfaces, choose one: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
+                "Allow slow networks more time: setup_distributed_environment(timeout_s=600)",
             ),
         )
 
@@ -124,21 +124,21 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
         return cls(
             f"NCCL error in: {detail}",
             suggestions=(
-                "See that the driver answers on every node: nvidia-smi",
+                "Check that the driver answers on every node: nvidia-smi",
                 "Ask NCCL what it tried: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ALL torchrun ...",
-                "Name the network card where there are several: NCCL_SOCKET_IFNAME=eth0 torchrun ...",
+                "With several network interfaces, choose one: NCCL_SOCKET_IFNAME=eth0 torchrun ...",
                 "All nodes need the same NCCL version, and port 29500 open between them.",
             ),
         )
 
     @classmethod
     def etcd_unreachable(cls, endpoint: str, *, reason: str = "") -> DistributedSetupError:
-        """Nobody answers at the rendezvous endpoint."""
+        """The rendezvous endpoint does not answer."""
         return cls(
             f"Failed to connect to etcd at {endpoint}" + (f": {reason}" if reason else ""),
             suggestions=(
                 "Start one: ./scripts/start_etcd.sh start",
-                f"See that it is healthy: curl http://{endpoint}/health",
+                f"Check that it is healthy: curl http://{endpoint}/health",
                 "Or do without: `strata torchrun` on one machine, --rdzv-backend=strata with a running coordinator on several",
             ),
         )
@@ -362,7 +362,7 @@ def _save_suggestions(reason: str, *, tier: str | None, path: str | None) -> tup
         return (
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or run: aws configure; or attach an IAM role)",
             "The key needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket",
-            "Try all of these at once: strata doctor --s3-bucket BUCKET",
+            "Check all of these at once: strata doctor --s3-bucket BUCKET",
         )
     where = path or "the checkpoint folder"
     folder = where.rpartition("/")[0] or where
@@ -371,4 +371,4 @@ def _save_suggestions(reason: str, *, tier: str | None, path: str | None) -> tup
             f"See what is free: df -h {folder}",
             "Keep fewer checkpoints: checkpoint.keep_last_n: 3, or remove old ones",
         )
-    return (f"See that the folder exists and is yours to write: mkdir -p {folder} && ls -la {folder}",)
+    return (f"Check that the folder exists and is writable: mkdir -p {folder} && ls -la {folder}",)

@@ -59,7 +59,7 @@ class Series:
 
 @dataclass(slots=True)
 class CheckpointMetrics:
-    """Saves and loads. `stall_s` is what a save held training up for, `save_s` what it took altogether."""
+    """Saves and loads. `stall_s` is how long a save blocked training, `save_s` its total duration."""
 
     save_s: Series = field(default_factory=Series)
     stall_s: Series = field(default_factory=Series)
@@ -263,7 +263,7 @@ class TrainingMetrics:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, for a checkpoint. Windows of recent values start anew after a restart."""
+        """The totals, for a checkpoint. Windows of recent values start empty after a restart."""
         return {
             "training_time_s": self.training_time,
             "tokens": self.tokens,

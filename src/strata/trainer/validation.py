@@ -339,7 +339,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 
 
 def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> ValidationResult:
-    """Check a whole configuration. `validate_s3` also tries the bucket, with the credentials of this process."""
+    """Check a whole configuration. `validate_s3` also checks access to the bucket, with the credentials of this process."""
     check = _Check(config)
     check.sections()
     for across_keys in (_check_elastic, _check_scaling, _check_checkpoint, _check_model, _check_parallel):
@@ -358,7 +358,7 @@ def validate_training_config(config: Mapping[str, Any], validate_s3: bool = Fals
     if not (check.value_of("data.files") or check.value_of("data.data_files")):
         check.error("data.files", "files must name the training data")
     if check.value_of("training.max_steps") is None and check.value_of("training.epochs") is None:
-        check.error("training.max_steps", "max_steps must say when training ends (or epochs)")
+        check.error("training.max_steps", "max_steps or epochs must be set")
     known = {error.path for error in result.errors}
     errors = result.errors + [error for error in check.errors if error.path not in known]
     return ValidationResult(valid=not errors, errors=errors, warnings=result.warnings)
@@ -491,7 +491,7 @@ def key_problem(section: str, name: str, violation: Violation) -> str:
         case "pattern" if value.startswith("s3://"):
             return f"{name} takes the bare name; put the rest in s3_prefix"
         case "pattern":
-            return f"{name} ({value!r}) is no valid bucket name"
+            return f"{name} ({value!r}) is not a valid bucket name"
         case "exclusiveMinimum":
             return f"{name} ({value}) must be positive"
         case "minimum" if limit == 0:
@@ -577,7 +577,7 @@ def _check_scaling(check: _Check) -> None:
         if target % at_once:
             check.warn(
                 "scaling.target_global_batch_size",
-                f"target_global_batch_size ({target}) is no multiple of batch_size x base_world_size ({at_once}): "
+                f"target_global_batch_size ({target}) is not a multiple of batch_size x base_world_size ({at_once}): "
                 f"each step will take {-(-target // at_once) * at_once} samples",
             )
 
@@ -589,7 +589,7 @@ def _check_checkpoint(check: _Check) -> None:
     if every is not None and snapshot and every % snapshot:
         check.warn(
             "checkpoint.memory_snapshot_interval",
-            f"checkpoint_interval ({every}) is no multiple of memory_snapshot_interval ({snapshot}): "
+            f"checkpoint_interval ({every}) is not a multiple of memory_snapshot_interval ({snapshot}): "
             "the two do not nest, and some steps are copied twice",
         )
     if every is not None and steps is not None and every > steps:

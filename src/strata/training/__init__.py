@@ -67,29 +67,31 @@ def elastic(
 
     Entering restores the newest state that any machine or destination has; the loop trains from the exact next step and
     ends when `epochs` or `max_steps` are reached. After `break` the job may be iterated again; leaving the block saves the
-    final state to every destination, or fails and says what is missing.
+    final state to every destination, or raises an error that names the missing ones.
 
     model: as usual: plain, DDP, FSDP2, HSDP or tensor parallel, also as Accelerate and Lightning Fabric return it.
-    optimizer, scheduler: anything with `state_dict` and `load_state_dict`; of theirs, what is inside.
+    optimizer, scheduler: anything with `state_dict` and `load_state_dict`; Accelerate's and Fabric's wrappers are unwrapped.
     data: what training reads; the job keeps its position and its ledger. An `ElasticLoader`; a plain `DataLoader` or torchdata's
         `StatefulDataLoader`, whose sampling is replaced by one that is exact; a dataset; an iterable dataset with `state_dict`
         and `load_state_dict`; or paths, globs and URLs of files.
-    global_batch_size: for data that has no batch size of its own (datasets, paths). A `DataLoader`'s is per rank; this one goes
-        before it.
-    checkpoints: destinations, near to far: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
-        memory only. `peer` among them, or `peer:2`, has snapshots copied to the memory of another machine, or of two. The run's identity lives there: the same destination continues the same run.
+    global_batch_size: for data without a batch size (datasets, paths). It takes precedence over the batch size of a
+        `DataLoader`, which is per rank.
+    checkpoints: destinations, nearest first: a folder, `s3://bucket/prefix`, or a list of them. `[]` keeps the state in
+        memory only. `peer` (or `peer:2`) among them copies snapshots to the memory of one (or two) other machines. The run's
+        identity is stored in the destinations: the same ones continue the same run.
     mesh: the dimensions of a device mesh along which data differs, such as `mesh["dp"]`; by default all ranks read different
         data. Ranks that differ along others (a tensor-parallel group) read the same batches, which count once.
     extra: further objects to save with the state, by name.
     options: `ElasticOptions`: how often to save, how many to keep, what to do when a save fails, deadlines.
-    job: a name for people. A destination remembers it, and refuses a job with another one.
-    coordinator: its address; by default `COORDINATOR_ADDR` or `COORDINATOR_URL`, and none without them.
-    sinks: where else metrics go that the loop logs: `strata.sinks.TensorBoard(folder)`, `WeightsAndBiases`, `MLflow`.
-    config: what the loop was configured with, for the page of the run and for comparisons; what looks like a secret is not sent.
+    job: a display name. A destination records it, and refuses a job with another name.
+    coordinator: its address; by default from `COORDINATOR_ADDR` or `COORDINATOR_URL`; without these, no coordinator is used.
+    sinks: further destinations of logged metrics: `strata.sinks.TensorBoard(folder)`, `WeightsAndBiases`, `MLflow`.
+    config: the configuration of the loop, shown on the page of the run and in comparisons; values that look like secrets are
+        not sent.
     on_restored: called with the restored state, before the first step.
     data_path, data_format, data_metadata: what the dashboard shows of the data.
 
-    The job has `step` (optimizer steps made in all its lives), `restored` (whether it continues from a checkpoint),
+    The job has `step` (optimizer steps over all restarts), `restored` (whether it continues from a checkpoint),
     `recovery` (what this start recovered from: phases, steps lost, tier; or None), `run` and `generation`,
     `evaluate(loader, measure)`, which reads other data without disturbing any of this, and
     `log({"loss": loss, "eval": {"accuracy": x}})`, which keeps values by step in the coordinator's history of the run.

@@ -55,9 +55,9 @@ class DataWorld:
             for other in others:
                 if descriptions[other] != descriptions[first]:
                     raise StrataError(
-                        f"Ranks {first} and {other} have the same place in the mesh, and different data: rank {first} reads "
+                        f"Ranks {first} and {other} have the same position in the mesh but different data: rank {first} reads "
                         f"{descriptions[first]}, rank {other} {descriptions[other]}.",
-                        hint="Give the loaders of these ranks the same dataset, seed and batch size, or name in mesh= the "
+                        hint="Give the loaders of these ranks the same dataset, seed and batch size, or pass in mesh= the "
                         "dimensions along which they differ.",
                     )
 
@@ -70,7 +70,7 @@ class DataWorld:
                     f"Ranks that read the same part of the data (data rank {place} of {self.size}: ranks "
                     f"{', '.join(map(str, ranks))}) have not trained the same batches: "
                     f"{_list(odd)} differ{'s' if len(odd) == 1 else ''} from rank {ranks[0]}.",
-                    hint="All of them must take each batch and step together: look for a rank that skips batches or steps.",
+                    hint="All of them must take each batch and step together: check for a rank that skips batches or steps.",
                 )
         return [everyone[ranks[0]] for ranks in self._groups]
 
@@ -113,7 +113,7 @@ def _refused(reason: str) -> StrataError:
     world = rank_and_world()[1]
     return StrataError(
         f"The mesh given to strata.elastic does not divide the {counted(world, 'rank')} of this job evenly: {reason}.",
-        hint="Build one mesh over all ranks and give the part of it along which data differs: "
+        hint="Build one mesh over all ranks and pass the part of it along which data differs: "
         "mesh = init_device_mesh('cuda', (dp, tp), mesh_dim_names=('dp', 'tp')); strata.elastic(..., mesh=mesh['dp']).",
     )
 

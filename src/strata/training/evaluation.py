@@ -52,7 +52,7 @@ def reduced(found: Iterator[Batch], model: torch.nn.Module, measure: Measure) ->
             values = measure(batch)
             if not isinstance(values, Mapping):
                 raise TypeError(
-                    f"measure must give a mapping of names to means over the batch, not {type(values).__name__}"
+                    f"measure must return a mapping of names to means over the batch, not {type(values).__name__}"
                 )
             samples = len(batch.step)
             if not samples:

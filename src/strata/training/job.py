@@ -171,32 +171,33 @@ class ElasticOptions:
     save_every: int = 500
     """Steps between durable checkpoints; the final state is always saved."""
     snapshot_every: int = 50
-    """Steps between snapshots in shared memory: at most this much work is lost. 0 makes none."""
+    """Steps between snapshots in shared memory, which is the most work a crash loses. 0 makes no snapshots."""
     keep_count: int = 3
-    """How many durable checkpoints are kept."""
+    """Number of durable checkpoints to keep."""
     snapshot_limit_bytes: int | None = None
-    """A state larger than this makes no snapshots between its durable checkpoints; of a sharded one, what any rank has of it."""
+    """A state larger than this makes no snapshots between its durable checkpoints; for a sharded state, the largest part of
+    a rank counts."""
     memory_root: str | os.PathLike[str] | None = None
     """Where snapshots live; by default `STRATA_MEMORY_ROOT`, else shared memory, else a disk where that is too small."""
     peer_rate: str = "2GB/s"
-    """How fast snapshots are sent to other machines' memory, at most, where `checkpoints` names `peer`."""
+    """Maximum rate at which snapshots are sent to other machines' memory, if `checkpoints` names `peer`."""
     on_error: OnError = "warn"
-    """What a failed save does to training: warn, fail or retry. The final state must reach every destination anyway."""
+    """What to do when a save fails: warn, fail or retry. The final state must reach every destination in any case."""
     retries: int = 3
     retry_delay_s: float = 5.0
     unreachable_timeout_s: float = 60.0
-    """How long a destination that does not answer is waited for while the job starts."""
+    """How long the job waits at its start for a destination that does not answer."""
     preemption_deadline_s: float = 25.0
-    """Time between SIGTERM or Ctrl-C and the end, final checkpoint included."""
+    """Time between SIGTERM or Ctrl-C and the exit, including the final checkpoint."""
     hang_timeout_s: float = 0.0
-    """A rank without a step for this long is named with its stacks. 0 looks at nothing."""
+    """A rank that completes no step for this long is reported with its stacks. 0 disables the watchdog."""
     hang_policy: HangPolicy = "warn"
     compare_every: int = 0
-    """Steps between comparisons of the ranks' parameters and optimizer states, which are compared before every save as well: a
-    copy that has changed by itself is found, and replaced. 0 compares nothing. Not for sharded state, of which there is one copy."""
+    """Steps between comparisons of the ranks' parameters and optimizer states, which are also compared before every save: a
+    corrupted copy is found and replaced. 0 disables it. Not for sharded state, of which there is only one copy."""
     commit_on: Literal["optimizer_step", "batch"] = "optimizer_step"
     """When a batch counts as trained: when the optimizer has stepped on it, or (for optimizers of other libraries,
-    whose steps cannot be seen) when the loop asks for the next batch."""
+    whose steps cannot be observed) when the loop asks for the next batch."""
 
     log_gradient_norm: bool = False
     """Log the norm of the gradients before each step as `grad_norm`."""
@@ -204,7 +205,7 @@ class ElasticOptions:
     """Floating-point operations of a forward and backward pass for one token, about 6 × parameters. With `tokens` that the loop
     reports, `mfu` is logged: the share of the devices' peak. 0: not known."""
     peak_flops: float = 0.0
-    """Of one device, per second. 0: known for common GPUs by their names."""
+    """Peak floating-point operations of one device per second. 0: looked up by name for common GPUs."""
 
     def __post_init__(self) -> None:
         for name in ("flops_per_token", "peak_flops"):
@@ -307,7 +308,7 @@ class ElasticJob:
     ) -> None:
         require_linux()
         if epochs is None and max_steps is None:
-            raise ValueError("say when training ends: epochs, max_steps, or both")
+            raise ValueError("pass epochs, max_steps or both, so that training ends")
         loader = as_elastic_loader(data, global_batch_size=global_batch_size)
         self.options = options or ElasticOptions()
         self.name = job or os.environ.get("STRATA_JOB_ID") or _launch_name() or "default"
@@ -447,9 +448,7 @@ class ElasticJob:
         self._tracer.mark("joined")
         self._data.check_trainable()
         if self._max_steps is None and self._data.sampler.is_endless:
-            raise ValueError(
-                "the sources of this mixture repeat, so it never ends: say when training does, with max_steps"
-            )
+            raise ValueError("the sources of this mixture repeat, so it never ends: pass max_steps")
         self._data_world.join(self._data)
         self._data.commit_explicitly()
         self._preemption = Preemption(
@@ -590,7 +589,7 @@ class ElasticJob:
 
     @property
     def had_saved(self) -> bool:
-        """Whether this run has saved anything on this machine: then a restart must find a state."""
+        """Whether this run has saved anything on this machine: then a restart must find a checkpoint."""
         return was_saved(self._memory_name, root=self._memory_root)
 
     @property
@@ -832,7 +831,9 @@ class ElasticJob:
                         slot=f"{self._machine}/{self._images_name}",
                         holders=self._holders,
                     )
-                reason = "the run has one machine: its agents do not meet at a coordinator or etcd (--rdzv-endpoint)"
+                reason = (
+                    "the run has one machine: its agents use neither a coordinator nor etcd (--rdzv-endpoint)"
+                )
             except PeerError as error:
                 reason = error.message
             link.close()
@@ -878,7 +879,10 @@ class ElasticJob:
         state: Any = None
         while isinstance(instruction, LookAgain):
             if instruction.reason and self.rank == 0:
-                announce(logging.WARNING, f"looking again in {instruction.after_s:g} s: {instruction.reason}")
+                announce(
+                    logging.WARNING,
+                    f"looking for checkpoints again in {instruction.after_s:g} s: {instruction.reason}",
+                )
             time.sleep(instruction.after_s)
             instruction = self._protocol.surveyed(self._exchange_surveys(opened))
             if isinstance(instruction, Load | LoadShards | StartAnew):
@@ -1044,7 +1048,7 @@ class ElasticJob:
             if self.rank in load.receivers:
                 state = received
         if state["position"] is None:
-            log.warning("the checkpoint has no data position: data is read from its beginning")
+            log.warning("the checkpoint has no data position: data is read from the start")
         else:
             self._ledger.restore(
                 state["position"], checkpoint_id=offer.checkpoint_id, durable=resume.is_durable
@@ -1187,7 +1191,7 @@ class ElasticJob:
             self._preemption.unwatch()
 
     def report(self, **metrics: float) -> None:
-        """Metrics of the step being made (loss, tokens, …) that are shown with this worker, and logged. Never waits.
+        """Metrics of the current step (loss, tokens, …) that are shown with this worker, and logged. Never blocks.
 
         `tokens`, those that all ranks together train in this step, become `tokens_per_second`, and `mfu` where
         `ElasticOptions(flops_per_token=…)` says what one costs.
@@ -1237,8 +1241,8 @@ class ElasticJob:
             loader = as_elastic_loader(data, global_batch_size=self._data.sampler.global_batch_size)
             if loader is self._data:
                 raise DataError(
-                    "The loader that is trained on cannot be evaluated on at the same time.",
-                    hint="Make another one for evaluation, of the same dataset if you like.",
+                    "The training loader cannot be used for evaluation at the same time.",
+                    hint="Create another one for evaluation; it may read the same dataset.",
                 )
             self._evaluated[id(data)] = loader
             self._kept_data.append(data)
@@ -1290,7 +1294,7 @@ class ElasticJob:
             if len(self._taken) >= UNSTEPPED_LIMIT and not self._steps_seen:
                 raise StrataError(
                     f"{UNSTEPPED_LIMIT:,} batches were taken, and the optimizer given to strata.elastic has not stepped.",
-                    hint="Give it the optimizer that steps, or set ElasticOptions(commit_on='batch').",
+                    hint="Pass the optimizer that steps, or set ElasticOptions(commit_on='batch').",
                 )
             return False
         self._count_step()
@@ -1471,7 +1475,9 @@ class ElasticJob:
                 self._newest_save.wait(min(self.options.preemption_deadline_s, self._preemption.left_s))
         asked = self._preemption.requested
         who = "asked to stop" if asked else "other ranks were asked to stop"
-        where = "" if is_durable or not self._protocol.destinations else " in memory, for want of time"
+        where = (
+            "" if is_durable or not self._protocol.destinations else " in memory only, because time ran out"
+        )
         announce(logging.INFO, f"{who}: step {self.step:,} is saved{where}, ending")
         if asked:
             write_outcome(
@@ -1758,7 +1764,7 @@ class ElasticJob:
             return
         if self._is_sharded:
             raise StrataError(
-                "compare_every compares copies of one state, and this state is sharded: every rank has a part of its own.",
+                "compare_every compares copies of one state, but this state is sharded: every rank has a different part.",
                 hint="Leave compare_every out.",
             )
         self._replicas = Replicas(self._state, every=self.options.compare_every)
@@ -1772,8 +1778,8 @@ class ElasticJob:
                 self._distrust = str(found)
                 raise ReplicasDiffer(
                     f"{found}.",
-                    hint="Training continues from the newest checkpoint, which all ranks agreed on, when it is started again. "
-                    "Three ranks or more can say which of them is wrong.",
+                    hint="Start it again: training continues from the newest checkpoint, on which all ranks agreed. With "
+                    "three or more ranks, a majority decides which copy is wrong.",
                 )
             if self.rank == 0:
                 announce(logging.ERROR, str(found))
@@ -1787,8 +1793,8 @@ class ElasticJob:
         if self.rank in odd.ranks and (times := self._replicas.repairs[self.rank]) >= REPAIRS:
             self._distrust = f"the state of this rank was replaced {times} times"
             raise ReplicaDamaged(
-                f"The state of rank {self.rank} changed by itself {times} times: its memory or its device is failing.",
-                hint="Take the machine out of use, and test its memory and its GPUs.",
+                f"The state of rank {self.rank} was corrupted {times} times: its memory or its device is failing.",
+                hint="Quarantine the machine, and test its memory and its GPUs.",
             )
 
     def _rescue(self, run: live.LiveRun) -> None:
@@ -1831,7 +1837,7 @@ class ElasticJob:
             world_size=self.world_size,
         )
         if not self._fits(tensor_bytes(state)):
-            raise CheckpointError("It is larger than snapshots may be (snapshot_limit_bytes).")
+            raise CheckpointError("It is larger than the limit for snapshots (snapshot_limit_bytes).")
         with suppress(SaveFailed):
             self._manager.raise_failure()  # Of an earlier save; it is in the log.
         handle = self._manager.save(
@@ -1858,7 +1864,7 @@ class ElasticJob:
 
 
 _REPLICATED = (
-    "The checkpoint holds the state of a model that was not sharded, and this model is. Export it (strata checkpoint export "
+    "The checkpoint holds the state of an unsharded model, but this model is sharded. Export it (strata checkpoint export "
     "--format dcp) and import that into another destination (strata checkpoint import)."
 )
 
@@ -1951,9 +1957,9 @@ def _error_of(stop: Stop, *, step: int = -1) -> StrataError:
         )
     if stop.kind == "unloadable":
         return LoadFailed(
-            "There are checkpoints of this run, and none of them can be loaded. Nothing was removed.",
+            "This run has checkpoints, but none of them can be loaded. Nothing was removed.",
             reasons=stop.reasons,
-            hint="Look at them with: strata checkpoint verify. To start over, name another destination.",
+            hint="Check them with: strata checkpoint verify. To start over, choose another destination.",
         )
     if stop.kind == "superseded":
         return CheckpointError(stop.reasons[0], hint="This process ends; the run continues elsewhere.")

@@ -263,9 +263,7 @@ class CoordinatorLink:
                 with suppress(queue.Empty):
                     self._notices.get_nowait()
                     if not self._is_behind:
-                        log.warning(
-                            "the coordinator is unreachable; the oldest notifications to it are being dropped"
-                        )
+                        log.warning("the coordinator is unreachable; dropping the oldest notifications to it")
                     self._is_behind = True
 
     @property
@@ -418,7 +416,7 @@ def report_existing(orchestrator: TrainingOrchestrator, existing: dict[str, Fact
 
 
 def checkpoint_facts(info: CheckpointInfo) -> Facts:
-    """What the registry is told of a checkpoint."""
+    """What is reported to the registry of a checkpoint."""
     return {
         "checkpoint_id": info.checkpoint_id,
         "step": info.step,

@@ -295,7 +295,7 @@ class LiveState:
         for name, module in self._modules().items():
             tensors = plain_tensors(module)
             if tensors is None:
-                self._unwatched.append(f"{name}, which has a way of its own to make its state")
+                self._unwatched.append(f"{name}, which creates its state in a custom way")
                 continue
             parameters = set(map(id, module.parameters()))
             for each in tensors:

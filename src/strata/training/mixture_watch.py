@@ -98,7 +98,8 @@ class MixtureWatch:
         while not self._look():
             if time.monotonic() > deadline_s:
                 log.warning(
-                    "the coordinator cannot be asked whether weights of the mixture were changed; those in the checkpoint count"
+                    "the coordinator is unreachable, so changes of the mixture's weights are unknown; using the weights "
+                    "in the checkpoint"
                 )
                 break
             time.sleep(LOOK_EVERY_S)
@@ -129,7 +130,7 @@ class MixtureWatch:
                     return False
                 board = Board.from_bytes(body) if body else wanted
         except ConnectionError as error:
-            log.debug("the board of the mixture cannot be read: %s", error)
+            log.debug("the requested changes of the mixture cannot be read: %s", error)
             return False
         with self._lock:
             for number in outcomes:

@@ -72,7 +72,7 @@ class PeerCopies:
         except PeerError as error:
             if error.message != self._failure:
                 self._failure = error.message
-                log.warning("step %d gets no copy on another machine: %s", manifest.step, error.message)
+                log.warning("step %d is not copied to another machine: %s", manifest.step, error.message)
 
     def pending(self) -> frozenset[CheckpointId]:
         return self._link.pending()
@@ -83,7 +83,7 @@ class PeerCopies:
         try:
             found = look(run, generation=generation)
         except PeerError as error:
-            log.warning("copies on other machines could not be looked for: %s", error.message)
+            log.warning("the search for copies on other machines failed: %s", error.message)
             return []
         complete = [copy for copy in found if copy.is_complete]
         self._found = {copy.address: copy for copy in complete}

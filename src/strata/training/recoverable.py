@@ -275,7 +275,7 @@ class _Recovery(Generic[R]):
             self._send_left(channel, error, is_own=False)
         self._has_reported = False
         if not self._over:
-            log.info("rank %s has left its generation: %s", os.environ.get("RANK"), error)
+            log.info("rank %s left its generation: %s", os.environ.get("RANK"), error)
         message = channel.wait("enter", "end")
         if message["kind"] == "end":
             raise error
@@ -390,7 +390,7 @@ def _end_if_stuck() -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
         print(
-            f"strata: rank {os.environ.get('RANK')} is stuck in a collective that was aborted, and is replaced",
+            f"strata: rank {os.environ.get('RANK')} is stuck in an aborted collective, and is replaced",
             file=sys.stderr,
             flush=True,
         )
@@ -399,7 +399,7 @@ def _end_if_stuck() -> None:
 
 def _dump_stacks() -> None:
     print(
-        f"strata: rank {os.environ.get('RANK')} was asked to leave and has not, and will be replaced. It is at:",
+        f"strata: rank {os.environ.get('RANK')} was asked to leave and has not: it will be replaced. Its stacks:",
         file=sys.stderr,
         flush=True,
     )

@@ -52,10 +52,10 @@ class Difference:
             named += f" and {counted(len(self.tensors) - NAMED, 'more tensor')}"
         if isinstance(self.verdict, Odd):
             return (
-                f"{', '.join(self.who)} differed from the other ranks after step {self.step:,} in {named}, which no code of the "
-                f"job can cause: replaced by the copy of rank {self.verdict.source}"
+                f"{', '.join(self.who)} differed from the other ranks after step {self.step:,} in {named}, which the "
+                f"job's code cannot cause: replaced by the copy of rank {self.verdict.source}"
             )
-        return f"The copies of {', '.join(self.who)} differ after step {self.step:,} in {named}, and no majority says which is right"
+        return f"The copies of {', '.join(self.who)} differ after step {self.step:,} in {named}, without a majority"
 
 
 class _Digest:

@@ -15,8 +15,8 @@ def coordinator_address(given: str | None) -> str:
     texts = _texts(given)
     if len({_is_https(text) for text in texts}) > 1:
         raise ValueError(
-            f"'{','.join(texts)}' is not a coordinator address: some of them ask for TLS and some do not; write https:// before "
-            "each, or before none"
+            f"'{','.join(texts)}' is not a coordinator address: some use TLS and some do not; write https:// "
+            "before each, or before none"
         )
     return ",".join(_address(text) for text in texts)
 

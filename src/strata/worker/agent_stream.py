@@ -78,7 +78,7 @@ class AgentStream:
         writer.transport.abort()
         why = str(answer.get("why", ""))
         if answer.get("direct"):
-            log.debug("this worker opens a session of its own: %s", why)
+            log.debug("this worker opens its own session: %s", why)
             return None
         away = CoordinatorUnavailable(address, why)
         away.leader = str(answer.get("leader", ""))

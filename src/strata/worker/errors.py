@@ -87,7 +87,7 @@ class BarrierBroken(CoordinatorRefused):
         super().__init__(
             "barrier_broken",
             message,
-            hint="Look at the missing workers' logs; then wait at the barrier again.",
+            hint="Check the missing workers' logs, then wait at the barrier again.",
         )
         self.missing = missing
 

@@ -187,7 +187,7 @@ class TrainingOrchestrator:
         task: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Say where training is. Returns at once: the next heartbeat carries it."""
+        """Report the position of training. Returns at once: the next heartbeat carries it."""
         status = pb.WorkerStatus()
         status.CopyFrom(self._session.status)
         if current_step is not None:
@@ -205,7 +205,7 @@ class TrainingOrchestrator:
 
     @property
     def topology(self) -> Topology:
-        """Rank, world size and generation as of the last word from the coordinator."""
+        """Rank, world size and generation, as last reported by the coordinator."""
         if self._session.topology is None:
             raise NotRegistered
         return self._session.topology
@@ -217,7 +217,7 @@ class TrainingOrchestrator:
 
     @property
     def is_current(self) -> bool:
-        """Whether a worker is registered, and its incarnation is not known to have ended."""
+        """Whether a worker is registered, and its incarnation is still current as far as known."""
         return self._session.registration is not None and not self._session.stale_reason
 
     @property
@@ -233,19 +233,19 @@ class TrainingOrchestrator:
         return self._session.connected.wait(timeout_s)
 
     def flush_logs(self) -> None:
-        """Give log lines written just now a moment to go out, before the process ends in a hurry."""
+        """Wait briefly for recent log lines to be sent, before the process exits."""
         self._wait(self._session.flush_logs())
 
     def send_metrics(self, outbox: MetricOutbox) -> None:
-        """From now on, what is put there goes to the coordinator."""
+        """From now on, send what is put there to the coordinator."""
         self._session.metrics = outbox
 
     def flush_metrics(self, timeout_s: float) -> None:
-        """Wait until the coordinator has what was logged, for so long at most; not at all where it is away."""
+        """Wait until the coordinator has what was logged, for at most this long; not at all if it is unreachable."""
         self._wait(self._session.flush_metrics(timeout_s))
 
     def deregister(self, reason: str = "") -> None:
-        """Leave the fleet; shards go to the others at once."""
+        """Leave the fleet; its shards go to the other workers at once."""
         self._wait(self._session.deregister(reason))
 
     async def deregister_async(self, reason: str = "") -> None:
@@ -299,8 +299,8 @@ class TrainingOrchestrator:
     def get_shards(
         self, dataset_id: str, epoch: int = 0, *, worker_rank: int | None = None, worker_id: str = ""
     ) -> list[ShardAssignment]:
-        """Every shard that is this worker's to read in `epoch`; or that of the worker with this rank or id, which may be asked
-        without having registered."""
+        """Every shard assigned to this worker in `epoch`, or to the worker of the given rank or id; for these, this process need not
+        be registered."""
         return self._wait(self._get_shards(dataset_id, epoch, worker_rank, worker_id))
 
     async def get_shards_async(
@@ -333,7 +333,7 @@ class TrainingOrchestrator:
         return [shard_assignment(shard) for shard in answer.shards]
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
-        """Say how far a shard is read. Shown at once, counted when a checkpoint commits it. Never waits."""
+        """Report how far a shard is read. Shown at once, counted when a checkpoint commits it. Never blocks."""
         self._session.report_progress(
             dataset_id,
             non_negative("epoch", epoch),
@@ -351,9 +351,9 @@ class TrainingOrchestrator:
         participants: int | None = None,
         timeout_s: float | None = None,
     ) -> BarrierResult:
-        """Wait until `participants` workers (all present ones by default) are here.
+        """Wait until `participants` workers (by default all members) have arrived.
 
-        Raises `BarrierBroken`, which names who is missing, when one of them is lost or time runs out.
+        Raises `BarrierBroken`, which names the missing workers, when one of them is lost or the time-out expires.
         """
         return self._wait(self._barrier(barrier_id, step, participants, timeout_s))
 
@@ -448,8 +448,8 @@ class TrainingOrchestrator:
     def reconcile_checkpoints(
         self, present: Sequence[str], *, run_id: str = "", run_generation: int = 0
     ) -> tuple[str, ...]:
-        """Tell the coordinator which checkpoints of a run exist: what it calls completed and is not among them becomes
-        removed. Returns those of them that it does not know; `notify_checkpoint` describes them."""
+        """Report to the coordinator which checkpoints of a run exist: completed ones that are not among them become removed.
+        Returns those that it does not know yet; report them with `notify_checkpoint`."""
         me = self._me()
         request = message(
             pb.ReconcileCheckpointsRequest,
@@ -527,7 +527,7 @@ class TrainingOrchestrator:
         self._wait(self._session.call("ReportRecovery", request))
 
     def report_failure(self, failure: Failure) -> None:
-        """Report what is wrong with a worker of this job that nobody ends for it: an incident, until the job makes steps again."""
+        """Report a problem of a worker that keeps running: it is an incident until the job completes steps again."""
         me = JobId(self.job_id) if self.job_id else None
         report = ReportFailure(failures=(failure,), launch="", job_id=me, decision="continue", reason="")
         self._wait(self._session.call("ReportFailure", failure_report(report)))

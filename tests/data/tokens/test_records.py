@@ -276,7 +276,7 @@ def test_missing_folder_repeated_and_unmatched_files_are_refused(tmp_path: Path)
     for files, reason in (
         ([tmp_path / "none.jsonl"], "No such file"),
         ([tmp_path], "is a folder"),
-        ([path, tmp_path / "." / "a.jsonl"], "named twice"),
+        ([path, tmp_path / "." / "a.jsonl"], "listed twice"),
         ([tmp_path / "*.nothing"], "no file matches"),
     ):
         with pytest.raises(SourceUnreadable, match=reason):

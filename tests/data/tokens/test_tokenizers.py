@@ -108,7 +108,7 @@ def test_end_mark_beyond_sixteen_bits_widens_the_tokens(tmp_path: Path, data: Pa
 
 
 def test_id_beyond_the_vocabulary_is_an_error_not_an_overflow(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(TokenizerUnavailable, match="says its vocabulary has 50 ids"):
+    with pytest.raises(TokenizerUnavailable, match="but its vocabulary has 50 ids"):
         build(tmp_path / "x.index", [data], tokenizer=Sized(50))
     assert not (tmp_path / "x.index").exists()
 

@@ -208,7 +208,7 @@ def _state(size_bytes: int) -> dict[str, Any]:
 
 
 def _send_bare(plain: socket.socket, image: Path) -> float:
-    took: list[float] = []
+    seconds: list[float] = []
 
     def send() -> None:
         with image.open("rb", buffering=0) as file:
@@ -217,12 +217,12 @@ def _send_bare(plain: socket.socket, image: Path) -> float:
             plain.sendall(b"p" + size_bytes.to_bytes(8, "big"))
             plain.sendfile(file, 0, size_bytes)
             plain.recv(1)
-            took.append(time.perf_counter() - started_s)
+            seconds.append(time.perf_counter() - started_s)
 
     thread = threading.Thread(target=send)
     thread.start()
     thread.join()
-    return took[0]
+    return seconds[0]
 
 
 def _receive_bare(plain: socket.socket, size_bytes: int) -> float:
@@ -284,14 +284,14 @@ def _step_row(folder: Path, size_bytes: int, *, blocks: int) -> Row:
             while_sending = block % 2 == 1
             if not while_sending:
                 _await(lambda: not link.pending())
-            took: list[float] = []
-            while len(took) < 200 and (not while_sending or not took or link.pending()):
+            seconds: list[float] = []
+            while len(seconds) < 200 and (not while_sending or not seconds or link.pending()):
                 started_s = time.perf_counter()
                 product = weights
                 for _ in range(4):
                     product = torch.mm(product, weights)
-                took.append(time.perf_counter() - started_s)
-            (beside if while_sending else alone).append(statistics.median(took))
+                seconds.append(time.perf_counter() - started_s)
+            (beside if while_sending else alone).append(statistics.median(seconds))
             _await(lambda: not link.pending())
     more = statistics.median(beside) / statistics.median(alone) - 1
     return Row(

@@ -151,7 +151,7 @@ class Fleet(_Connected):
     async def _welcomed(worker: FleetWorker) -> None:
         welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def hear(data: bytes) -> None:
+        def receive(data: bytes) -> None:
             if pb.CoordinatorMessage.FromString(data).HasField("welcome") and not welcomed.done():
                 welcomed.set_result(None)
 
@@ -159,7 +159,7 @@ class Fleet(_Connected):
             if not welcomed.done():
                 welcomed.set_exception(CallFailed(f"The session ended: {worker.session.ended_with}"))
 
-        worker.session.on_message, worker.session.on_end = hear, fail
+        worker.session.on_message, worker.session.on_end = receive, fail
         hello = pb.Hello(worker_id=worker.worker_id, incarnation=worker.incarnation)
         worker.say(pb.WorkerMessage(hello=hello))
         async with asyncio.timeout(ROUND_TIMEOUT_S):
@@ -189,7 +189,7 @@ class Fleet(_Connected):
         everyone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self.size
 
-        def hear(data: bytes) -> None:
+        def receive(data: bytes) -> None:
             nonlocal waiting
             message = pb.CoordinatorMessage.FromString(data)
             if message.HasField("barrier"):
@@ -204,7 +204,7 @@ class Fleet(_Connected):
                 everyone.set_exception(CallFailed(f"Barrier {name} at step {step}: {reason}"))
 
         for worker in self.workers:
-            worker.session.on_message, worker.session.on_end = hear, fail
+            worker.session.on_message, worker.session.on_end = receive, fail
         began_s = time.perf_counter()
         for _ in range(beats_before):
             for worker in self.workers:
@@ -274,12 +274,12 @@ class AgentSwarm(_Connected):
         self._streams.pop()
         waiting = _Everybody(len(self._agents))
 
-        def hear(number: int, data: bytes) -> None:
+        def receive(number: int, data: bytes) -> None:
             if name in pb.PresenceNotice.FromString(data).lost:
                 waiting.arrived(number)
 
         for number, stream in enumerate(self._streams):
-            stream.on_message = partial(hear, number)
+            stream.on_message = partial(receive, number)
         return await waiting.after(victim.abort)
 
 
@@ -343,12 +343,12 @@ class MachineFleet(_Connected):
         stream = connection.call("Session")
         welcomed = _Everybody(1 + self._ranks_each)
 
-        def hear(data: bytes) -> None:
+        def receive(data: bytes) -> None:
             message = pb.CoordinatorMessage.FromString(data)
             if message.HasField("welcome"):
                 welcomed.arrived(message.member)
 
-        stream.on_message = hear
+        stream.on_message = receive
         stream.send(_message(machine=pb.MachineHello(host=f"host-{machine}")))
         for rank in range(self._ranks_each):
             worker_id = f"worker-{machine * self._ranks_each + rank:05}"
@@ -390,7 +390,7 @@ class MachineFleet(_Connected):
         everyone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self.size
 
-        def hear(data: bytes) -> None:
+        def receive(data: bytes) -> None:
             nonlocal waiting
             message = pb.CoordinatorMessage.FromString(data)
             if message.HasField("outcomes"):
@@ -405,7 +405,7 @@ class MachineFleet(_Connected):
                 everyone.set_exception(CallFailed(f"Barrier {name} at step {step}: {reason}"))
 
         for stream in self.streams:
-            stream.on_message, stream.on_end = hear, fail
+            stream.on_message, stream.on_end = receive, fail
         began_s = time.perf_counter()
         for _ in range(beats_before):
             for stream, beat in zip(self.streams, beats, strict=True):
@@ -437,14 +437,14 @@ class MachineFleet(_Connected):
         self.size -= machines * self._ranks_each
         waiting = _Everybody(self.size)
 
-        def hear(machine: int, data: bytes) -> None:
+        def receive(machine: int, data: bytes) -> None:
             message = pb.CoordinatorMessage.FromString(data)
             if message.HasField("topologies") and message.topologies.topology.world_size == self.size:
                 for member in message.topologies.members:
                     waiting.arrived(machine * self._ranks_each + member - 1)
 
         for machine, stream in enumerate(self.streams):
-            stream.on_message = partial(hear, machine)
+            stream.on_message = partial(receive, machine)
 
         def abort() -> None:
             for victim in victims:

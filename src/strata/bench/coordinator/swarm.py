@@ -52,7 +52,7 @@ def _request_headers(path: str) -> bytes:
 
 
 class Stream:
-    """One call. `on_message` hears every message, `on_end` that there will be no more."""
+    """One call. `on_message` is called with every message, `on_end` when there will be no more."""
 
     __slots__ = (
         "_connection",

@@ -153,10 +153,10 @@ def _torchdata_resume(total: int) -> tuple[float, float]:
 
 def _order(total: int = 10**10, count: int = 1_000_000) -> Row:
     order = EpochOrder(total=total, seed=1)
-    (took,) = _interleaved(lambda: order[total - count : total], rounds=5)
+    (seconds,) = _interleaved(lambda: order[total - count : total], rounds=5)
     return Row(
         name="order of 10¹⁰ samples",
-        measured=count / took / 1e6,
+        measured=count / seconds / 1e6,
         unit="M samples/s",
         peer="torch.randperm would need 80 GB",
         note="computed at the very end of the epoch, with no table",

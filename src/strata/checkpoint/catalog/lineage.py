@@ -26,7 +26,7 @@ def read_lineage(sources: Iterable[Source], *, run: str = "", generation: int = 
             listed = [entry.manifest for entry in source.list(fresh=False).entries]
             found = [manifest for manifest in listed if not run or manifest.run in ("", run)]
         except StoreError as error:
-            log.warning("continuing without the history in %s: %s", source.tier, error)
+            log.warning("continuing without the lineage recorded in %s: %s", source.tier, error)
             is_complete = False
             continue
         everything += found

@@ -71,7 +71,7 @@ class Manifest:
     step: int
     epoch: int
     created_at: float
-    """Unix seconds by the author's clock: for people. `order` decides what is newer."""
+    """Unix seconds by the author's clock, for display. `order` decides which checkpoint is newer."""
     format: str
     parts: tuple[Part, ...]
     tensors: tuple[TensorEntry, ...] = ()
@@ -85,13 +85,13 @@ class Manifest:
     sequence: int = 0
     author: str = ""
     run: str = ""
-    """The run it belongs to; empty for what no elastic job has made."""
+    """The run it belongs to; empty if no elastic job saved it."""
     lineage: str = ""
     """Named after the first ancestor; see `strata.core.jobs.lineage`."""
     parent: CheckpointId | None = None
     """The nearest ancestor, in whatever tier."""
     durable_parent: CheckpointId | None = None
-    """The nearest ancestor that was known to be durable when this one was made."""
+    """The nearest ancestor that was known to be durable when this one was created."""
 
     @property
     def size_bytes(self) -> int:
@@ -126,9 +126,9 @@ class Manifest:
         algorithms = {part.digest.algorithm for part in self.parts}
         if keys is not None and algorithms != {SHA256}:
             raise SigningError(
-                f"The checkpoint {self.checkpoint_id} was hashed with {', '.join(algorithms)}, which can be forged: it cannot "
-                "be signed.",
-                hint=f"Save it again: {KEY_VARIABLE} was set after it was made.",
+                f"The checkpoint {self.checkpoint_id} was hashed with {', '.join(algorithms)}, which can be forged, "
+                "so it cannot be signed.",
+                hint=f"Save it again: {KEY_VARIABLE} was set after it was created.",
             )
         body = {
             "schema": SCHEMA if algorithms <= {XXH3} else SCHEMA_WITH_ALGORITHM,
@@ -196,7 +196,7 @@ def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
         if body["schema"] > READABLE[-1]:
             raise NewerFormat(path=path, what="manifest schema", found=body["schema"], newest=READABLE[-1])
         if body["schema"] not in READABLE:
-            raise Damaged(path=path, reason=f"there is no manifest schema {body['schema']}")
+            raise Damaged(path=path, reason=f"unknown manifest schema {body['schema']}")
         if body["schema"] == 1:
             body |= {"run": "", "lineage": "", "durable_parent": body["lasting_parent"]}
         manifest = Manifest(

@@ -133,7 +133,7 @@ class LastGood(CheckpointError):
 
     def __init__(self, *, names: list[str]) -> None:
         super().__init__(
-            f"No restorable checkpoint would be left without {', '.join(names)}.",
+            f"Without {', '.join(names)}, no restorable checkpoint would be left.",
             hint="Use --force to remove it anyway.",
         )
         self.names = tuple(names)

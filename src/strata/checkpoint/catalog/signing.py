@@ -84,7 +84,7 @@ class Ed25519Key:
     def sign(self, message: bytes) -> bytes:
         if self._private is None:
             raise SigningError(
-                f"{self._path}, the first key of {KEY_VARIABLE}, is a public one: it can check, and not sign.",
+                f"{self._path}, the first key of {KEY_VARIABLE}, is a public key: it can verify, not sign.",
                 hint="Put the private key first where checkpoints are written.",
             )
         return self._private.sign(message)
@@ -117,7 +117,7 @@ class Keys:
         key = next((key for key in self.keys if key.id == signature.key_id), None)
         if key is None or key.algorithm != signature.algorithm:
             known = ", ".join(key.id for key in self.keys)
-            return f"the manifest is signed with the key {signature.key_id}; accepted are {known}"
+            return f"the manifest is signed with the key {signature.key_id}; accepted keys: {known}"
         try:
             value = bytes.fromhex(signature.value)
         except ValueError:
@@ -139,7 +139,7 @@ def _read(named: str) -> Keys:
     keys = tuple(_read_key(Path(word).expanduser()) for word in words if word != UNSIGNED)
     if not keys:
         raise SigningError(
-            f"{KEY_VARIABLE} is '{UNSIGNED}' and names no key.", hint="Name a key file, or unset it."
+            f"{KEY_VARIABLE} is '{UNSIGNED}' and names no key.", hint="Add a key file, or unset it."
         )
     return Keys(keys=keys, accepts_unsigned=UNSIGNED in words)
 
@@ -152,7 +152,7 @@ def _read_key(path: Path) -> Key:
     except OSError as error:
         raise SigningError(
             f"{path}, named by {KEY_VARIABLE}, cannot be read: {error.strerror}.",
-            hint="It takes the paths of key files: see docs/security.md.",
+            hint="It must hold paths of key files: see docs/security.md.",
         ) from None
     is_pem = content.startswith(b"-----BEGIN ")
     is_public = content.startswith(b"-----BEGIN PUBLIC KEY-----")
@@ -166,7 +166,7 @@ def _read_key(path: Path) -> Key:
     secret = content.strip()
     if len(secret) < LEAST_SECRET_BYTES:
         raise SigningError(
-            f"{path}, named by {KEY_VARIABLE}, holds {len(secret)} characters; a secret has at least {LEAST_SECRET_BYTES}.",
+            f"{path}, named by {KEY_VARIABLE}, holds {len(secret)} characters; a secret needs at least {LEAST_SECRET_BYTES}.",
             hint=f"openssl rand -hex 32 > {path}",
         )
     return HmacKey(secret)
@@ -192,7 +192,7 @@ def _read_pem(path: Path, content: bytes, *, is_public: bool) -> Ed25519Key:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise SigningError(
-        f"{path}, named by {KEY_VARIABLE}, is no Ed25519 key: {reason}.",
+        f"{path}, named by {KEY_VARIABLE}, is not an Ed25519 key: {reason}.",
         hint=f"openssl genpkey -algorithm ed25519 -out {path}",
     )
 

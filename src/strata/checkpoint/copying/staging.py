@@ -74,7 +74,7 @@ MARK_NAME = "mark.json"
 RECORD_NAME = "upload.json"
 """Beside a mark: what the agent of the machine needs to upload the image when its process is dead (`strata.checkpoint.finishing`)."""
 _ATTEMPTS = 1_000
-_ANOTHER_FOLDER = f"Name another folder: {ROOT_VARIABLE}, or Memory(root=…)."
+_ANOTHER_FOLDER = f"Choose another folder: {ROOT_VARIABLE}, or Memory(root=…)."
 _NOWHERE = Path("/proc/self/fd/none")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _numbers = itertools.count()  # Two managers of one process have images of their own.
@@ -601,7 +601,7 @@ class Staging:
             try:
                 buffer.lock_pages()
             except (Damaged, OSError) as error:
-                log.debug("an image was not page-locked ahead: %s", error)
+                log.debug("an image was not page-locked in advance: %s", error)
             finally:
                 self.release(buffer)
 
@@ -711,7 +711,7 @@ class Staging:
                 except OSError as error:
                     raise self._unusable(root, error) from error
                 return folder
-        raise CheckpointError(f"{folder} is being removed repeatedly by another process.")
+        raise CheckpointError(f"{folder} is repeatedly removed by another process.")
 
     def _sign(self, folder: Path) -> None:
         """Say who holds a folder, and whose end is the end of the job."""
@@ -792,7 +792,7 @@ class Staging:
                 log.warning("%s", error)
         free = ", ".join(f"{root} has {_free_bytes(root) / 1e6:.1f} MB" for root in self._roots)
         hint = (
-            f"{free} free. Make it larger (docker run --shm-size=…), or name another folder: {ROOT_VARIABLE}, or "
+            f"{free} free. Make it larger (docker run --shm-size=…), or choose another folder: {ROOT_VARIABLE}, or "
             "Memory(root=…)."
         )
         if must_keep:
@@ -848,7 +848,7 @@ class Staging:
             self._say_once(
                 "one",
                 f"there is no space for two images of {plan.bound_bytes / 1e6:.1f} MB: a crash during a save leaves no "
-                f"snapshot in memory. Make {self._roots[0]} larger (docker run --shm-size=…), or name another folder: "
+                f"snapshot in memory. Make {self._roots[0]} larger (docker run --shm-size=…), or choose another folder: "
                 f"{ROOT_VARIABLE}, or Memory(root=…).",
             )
         return kept
@@ -861,7 +861,7 @@ class Staging:
             "disk",
             f"images of {plan.bound_bytes / 1e6:.1f} MB do not fit in {first}, which has {_free_bytes(first) / 1e6:.1f} MB "
             f"free: they are kept in {images_folder(root)}, at the speed of that disk. Make {first} larger "
-            f"(docker run --shm-size=…), or name a folder: {ROOT_VARIABLE}, or Memory(root=…).",
+            f"(docker run --shm-size=…), or choose a folder: {ROOT_VARIABLE}, or Memory(root=…).",
         )
 
     def _say_once(self, kind: str, what: str) -> None:
@@ -908,7 +908,7 @@ class Staging:
             lock = locks.create(mine)
         self._locks[root] = lock
         self._sign(mine)
-        log.info("took over the memory images that %s left", folder.name)
+        log.info("took over the memory images left by %s", folder.name)
 
 
 class Fence:

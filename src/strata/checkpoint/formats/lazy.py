@@ -199,7 +199,7 @@ def _check_range(source: Bytes, start_bytes: int, size_bytes: int, tensor: str) 
     if start_bytes < 0 or size_bytes < 0 or start_bytes + size_bytes > source.size_bytes:
         raise Damaged(
             path=source.name,
-            reason=f"it has {source.size_bytes} bytes, and more are named in it",
+            reason=f"it has {source.size_bytes} bytes, fewer than its index needs",
             tensors=(tensor,) if tensor else (),
         )
 

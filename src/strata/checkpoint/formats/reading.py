@@ -115,7 +115,7 @@ def named_file(folder: Folder, name: object) -> Bytes:
     """A file that another one of the folder names. It never lies elsewhere."""
     path = PurePosixPath(name) if isinstance(name, str) and name and "\0" not in name else None
     if path is None or path.is_absolute() or ".." in path.parts:
-        raise Damaged(path=folder.name, reason=f"it names {name!r} as one of its files")
+        raise Damaged(path=folder.name, reason=f"it lists {name!r} as one of its files")
     found = folder.file(str(path))
     if found is None:
         raise Damaged(path=folder.name, reason=f"'{name}' is missing")
@@ -328,7 +328,7 @@ def read_safetensors(file: Bytes, *, memory: Memory) -> tuple[dict[str, Any], di
     try:
         (length,) = struct.unpack("<Q", read_bytes(file, 0, 8))
         if not 2 <= length <= _MOST_HEADER_BYTES:
-            raise ValueError("its header has no possible length")
+            raise ValueError("its header has an impossible length")
         header = json.loads(bytes(read_bytes(file, 8, length)))
         metadata = header.pop("__metadata__", None) or {}
         tensors: dict[str, Any] = {}
@@ -343,9 +343,9 @@ def read_safetensors(file: Bytes, *, memory: Memory) -> tuple[dict[str, Any], di
                 any(type(count) is not int or count < 0 for count in counts)
                 or _elements(facts["shape"]) >= 2**60
             ):
-                raise ValueError(f"'{name}' has no possible place")
+                raise ValueError(f"'{name}' has an impossible offset")
             if math.prod(facts["shape"]) * dtype.itemsize != end - start:
-                raise ValueError(f"'{name}' has {end - start} bytes, which is not its shape")
+                raise ValueError(f"'{name}' has {end - start} bytes, which does not match its shape")
             tensors[name] = in_file(name, file, 8 + length + start, dtype, facts["shape"], memory)
             end_bytes = max(end_bytes, end)
         if file.size_bytes != 8 + length + end_bytes:
@@ -381,13 +381,13 @@ def _open_indexed(folder: Folder, index: Bytes, memory: Memory) -> dict[str, Any
         weights = json.loads(bytes(read_bytes(index, 0, index.size_bytes)))["weight_map"]
         files = {name: named_file(folder, name) for name in sorted(set(weights.values()))}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(path=index.name, reason="it is not an intact index of weights") from error
+        raise Damaged(path=index.name, reason="the index of weights is not intact") from error
     opened = {name: _open_weights(file, memory) for name, file in files.items()}
     missing = [name for name, at in weights.items() if name not in opened[at]]
     if missing:
         raise Damaged(
             path=folder.name,
-            reason=f"'{weights[missing[0]]}' does not hold what its index says",
+            reason=f"'{weights[missing[0]]}' does not hold the tensors its index lists",
             tensors=missing,
         )
     return {name: opened[at][name] for name, at in weights.items()}
@@ -445,7 +445,7 @@ def _dcp_values(folder: Folder, metadata: Metadata, memory: Memory) -> Iterator[
             files[info.relative_path] = named_file(folder, info.relative_path)
         found = Stretch(file=files[info.relative_path], start_bytes=info.offset, size_bytes=info.length)
         if type(info.offset) is not int or type(info.length) is not int or info.offset < 0:
-            raise ValueError(f"'{index.fqn}' has no possible place")
+            raise ValueError(f"'{index.fqn}' has an impossible offset")
         if info.offset + info.length > found.file.size_bytes:
             raise Damaged(path=found.name, reason="the file is cut short", tensors=(index.fqn,))
         return found
@@ -484,7 +484,7 @@ def _dcp_values(folder: Folder, metadata: Metadata, memory: Memory) -> Iterator[
 def _dcp_tensor(name: str, file: Stretch, memory: Memory) -> LazyTensor:
     stored = open_pt(file, memory=memory)
     if not isinstance(stored, LazyTensor) or stored.is_conj or stored.is_neg:
-        raise ValueError(f"'{name}' is no plain tensor")
+        raise ValueError(f"'{name}' is not a plain tensor")
     return stored
 
 

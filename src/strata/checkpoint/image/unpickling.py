@@ -79,7 +79,7 @@ def put_in_place(outline: Outline, make: Callable[[int, TensorRecipe], object]) 
 
     def checked(number: int, recipe: Any) -> object:
         if type(recipe) is not TensorRecipe:
-            raise ValueError("the state holds what only describes tensors")
+            raise ValueError("the state holds tensor metadata without data")
         return make(number, recipe)
 
     return rebuild(outline.state, checked, leaf=(TensorRecipe, _Storage, _Word))
@@ -213,7 +213,7 @@ class _RebuildWithMark(_Word):
         self, rebuild_tensor: _RebuildTensor, kind: _TensorType, facts: tuple[Any, ...], mark: object
     ) -> TensorRecipe:
         if type(rebuild_tensor) is not _RebuildTensor or mark != {"requires_grad": True}:
-            raise ValueError("a tensor is made in a way that Strata does not use")
+            raise ValueError("a tensor is built in a way that Strata does not use")
         return rebuild_tensor(*facts)._replace(requires_grad=True)
 
 
@@ -222,7 +222,7 @@ class _Encode(_Word):
 
     def __call__(self, text: str, encoding: str) -> bytes:
         if type(text) is not str or encoding != "latin1":
-            raise ValueError("bytes are made in a way that Strata does not use")
+            raise ValueError("bytes are built in a way that Strata does not use")
         return text.encode("latin1")
 
 

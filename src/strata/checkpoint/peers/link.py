@@ -117,7 +117,7 @@ class PeerLink:
         generation: earlier ones change nothing from then on. Raises `PeerError`."""
         found = self._ask({"op": "find", "run": run, "generation": generation}, FIND_S)
         for silent in found["silent"]:
-            log.warning("%s does not answer: whether it has copies is not known", silent)
+            log.warning("%s does not answer: it is unknown whether it has copies", silent)
         return [HeldCopy.of(each) for each in found["copies"]]
 
     def own_copies(self, run: str = "", *, generation: int = 0) -> list[HeldCopy]:
@@ -162,7 +162,7 @@ class PeerLink:
         try:
             self._ask(message, REPORT_S)
         except PeerError as error:
-            log.warning("this machine's agent did not take a message about copies: %s", error.message)
+            log.warning("this machine's agent did not accept a message about copies: %s", error.message)
 
     def _ask(self, message: Message, timeout_s: float | None) -> Message:
         with self._lock:

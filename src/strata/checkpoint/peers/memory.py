@@ -141,7 +141,7 @@ class PeerMemory:
             self._sender = Sender(me, roster, self._secret)
             self._is_open = True
         log.info(
-            "copies of other machines' snapshots are kept here, at %s, up to %.1f GB",
+            "this machine keeps copies of other machines' snapshots, at %s, up to %.1f GB",
             *(me.address, self._copy_table.budget_bytes / 1e9),
         )
 
@@ -199,7 +199,7 @@ class PeerMemory:
                     None
                 )  # A worker says something at each snapshot, however rare those are.
             elif not wire.accept(connection, self._secret):
-                log.warning("somebody who does not know the secret of this run was turned away")
+                log.warning("refused a connection without the secret of this run")
                 return
             while True:
                 message = wire.receive(connection)
@@ -230,7 +230,7 @@ class PeerMemory:
         elif is_local and kind in _LOCAL:
             wire.send(connection, {"ok": True, **_LOCAL[kind](self, message)})
         else:
-            raise PeerError(f"'{kind[:40]}' is nothing that can be asked here.", is_lost=False)
+            raise PeerError(f"'{kind[:40]}' is not a known request.", is_lost=False)
 
     # --- copies that arrive -----------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class PeerMemory:
         except CheckpointError as error:
             raise PeerError(error.message, is_lost=False) from error
         if manifest.format != IMAGE or not manifest.run:
-            raise PeerError("It is no image of a run.", is_lost=False)
+            raise PeerError("It is not an image of a run.", is_lost=False)
         copy = _copy_of(manifest, slot)
         with self._arriving(copy, connection) as place:
             if place is None:
@@ -287,7 +287,7 @@ class PeerMemory:
             mine.is_over.set()
 
     def _end_writer(self, slot: str) -> None:
-        """Its sender has begun anew: who still writes to the slot is cut off."""
+        """Its sender has started over: who still writes to the slot is cut off."""
         with self._lock:
             before = self._writing.get(slot)
         if before is not None:
@@ -314,7 +314,7 @@ class PeerMemory:
                 with view[start : min(start + digest.chunk_bytes, size_bytes)] as chunk:
                     wire.receive_into(connection, chunk, hasher.update)
                 if hasher.hexdigest() != digest.chunks[number]:
-                    raise PeerError(f"Chunk {number} is not what its digest says.")
+                    raise PeerError(f"Chunk {number} does not match its digest.")
         self._complete(copy, raw, place)
         wire.send(connection, {"ok": True, "received": len(need)})
 
@@ -329,9 +329,7 @@ class PeerMemory:
                 write_file(place / MARK_NAME, raw, durable=False)
             except OSError as error:
                 self._drop(copy)
-                raise PeerError(
-                    f"There is no space for its mark: {error.strerror}.", is_lost=False
-                ) from error
+                raise PeerError(f"No space for its mark: {error.strerror}.", is_lost=False) from error
 
     def _copy_unchanged(self, copy: Copy, manifest: Manifest, view: memoryview) -> list[int]:
         """Take over what is as in the newest copy of the slot; the numbers of the other chunks."""
@@ -375,7 +373,7 @@ class PeerMemory:
                 known = _map_place(place, size_bytes)
         except OSError as error:
             self._clear(place)
-            raise PeerError(f"There is no space for it: {error.strerror}.", is_lost=False) from error
+            raise PeerError(f"No space for it: {error.strerror}.", is_lost=False) from error
         with self._lock:
             self._maps[place] = known
         return known
@@ -407,7 +405,7 @@ class PeerMemory:
                 self._clear(place)
 
     def _listed(self, message: Message) -> list[Message]:
-        """Whoever is about to restore a run says as which generation: what it is told of stays as it is, whatever earlier ones still send."""
+        """Whoever is about to restore a run says as which generation: what it learns of stays as it is, whatever earlier ones still send."""
         run = str(message.get("run", ""))
         with self._lock:
             self._copy_table.fence(run, int(message.get("generation", 0)))
@@ -448,7 +446,7 @@ class PeerMemory:
             for copy, place in self._places.items():
                 if (copy.slot, copy.checkpoint_id) == (slot, wanted):
                     return place
-        raise PeerError("This copy is not here any more.", is_lost=False)
+        raise PeerError("This copy no longer exists.", is_lost=False)
 
     def _give(self, connection: socket.socket, message: Message) -> None:
         offset, length = int(message["offset"]), int(message["length"])
@@ -510,7 +508,7 @@ class PeerMemory:
             copies = answers.get(peer.agent)
             if copies is None:
                 if self._sender is not None:
-                    self._sender.leave_out(peer, "it did not answer when copies were looked for")
+                    self._sender.leave_out(peer, "it did not answer the search for copies")
                 silent.append(f"{peer.host} ({peer.address})")
             else:
                 found += [{**copy, "path": ""} for copy in copies]
@@ -532,7 +530,7 @@ class PeerMemory:
         for peer in self.others():
             if peer.machine == str(message["machine"]):
                 return {"address": peer.address, "secret": self._secret}
-        raise PeerError("That machine is not there any more.", is_lost=False)
+        raise PeerError("That machine is no longer part of the run.", is_lost=False)
 
     def _pull(self, message: Message) -> Message:
         """Fetch a copy from another machine, to be kept here too; where it is now."""

@@ -1,7 +1,7 @@
 """Sending this machine's images to other machines' agents: in the background, at a limited rate, and never in anybody's way.
 
 The newest image of each slot is sent; one that waits makes way for a newer one. Nobody holds an image for it: where training saves over
-one that is being sent, its mark is gone, and the receiver finds chunks that are not what their digests say; the copy is
+one that is being sent, its mark is removed, and the receiver finds chunks that are not what their digests say; the copy is
 given up, and the next one is sent. A machine that does not answer is left out for a while, longer each time, and the next of the roster
 asked; also one that whoever looks for copies has found silent: it may be lost, with nobody there to end its connections.
 """
@@ -120,7 +120,7 @@ class Sender:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # Closed by whoever uses it.
-        self._say(peer.agent, f"{peer.host} ({peer.address}) does not take copies now: {why}")
+        self._say(peer.agent, f"{peer.host} ({peer.address}) does not accept copies: {why}")
 
     def forget(self) -> None:
         """The run has ended."""
@@ -152,14 +152,14 @@ class Sender:
                 overtaken = 0
             except Overtaken:
                 overtaken += 1
-                log.info("snapshot %s was saved over, or given up, while it was sent", image.checkpoint_id)
+                log.info("snapshot %s was overwritten or abandoned while it was sent", image.checkpoint_id)
                 if overtaken == OVERTAKEN:
                     log.warning(
-                        "%d snapshots were saved over before they were sent: raise peer_rate or snapshot_every",
+                        "%d snapshots were overwritten before they were sent: raise peer_rate or snapshot_every",
                         overtaken,
                     )
             except Exception:  # The thread must continue, or nothing would ever be sent again.
-                log.exception("a copy for another machine failed in an unexpected way")
+                log.exception("sending a copy to another machine failed unexpectedly")
             finally:
                 with self._changed:
                     self._under_way = None
@@ -197,12 +197,12 @@ class Sender:
                         self._give_up(peer, error.message)
                         continue
                     if error.is_stale:  # Superseded: others would not want it either.
-                        log.info(
-                            "%s does not want step %d: %s", peer.host, found.manifest.step, error.message
-                        )
+                        log.info("%s declined step %d: %s", peer.host, found.manifest.step, error.message)
                         return
                     refusing.add(peer.agent)
-                    self._say(peer.agent, f"{peer.host} ({peer.address}) keeps no copy: {error.message}")
+                    self._say(
+                        peer.agent, f"{peer.host} ({peer.address}) did not keep a copy: {error.message}"
+                    )
                 except OSError as error:
                     self._give_up(peer, str(error) or type(error).__name__)
 
@@ -210,7 +210,7 @@ class Sender:
         try:
             roster = self._roster.peers()
         except (ConnectionError, ValueError) as error:
-            self._say("roster", f"no copy was sent, because it is not known who is there: {error}")
+            self._say("roster", f"no copy was sent, because the other machines are unknown: {error}")
             return None
         there = [
             peer
@@ -223,7 +223,7 @@ class Sender:
         return chosen
 
     def _too_few(self, found: int, image: Image) -> str:
-        return f"{found} of {image.copies} copies of this machine's snapshots are kept elsewhere: no other machine can take one now"
+        return f"{found} of {image.copies} copies of this machine's snapshots are on other machines: no other machine accepts one"
 
     def _give_up(self, peer: Peer, why: str) -> None:
         self._forget_connection(peer)
@@ -280,7 +280,7 @@ class Sender:
         took_s = time.monotonic() - began_s
         self.sent.append((image, peer, sent_bytes, took_s))
         log.info(
-            "step %d is with %s: %.1f of %.1f MB sent in %.3f s",
+            "step %d was copied to %s: %.1f of %.1f MB sent in %.3f s",
             *(manifest.step, peer.host, sent_bytes / 1e6, manifest.parts[0].size_bytes / 1e6, took_s),
         )
 
@@ -302,7 +302,7 @@ class Sender:
                 self._check(image)
                 while start < end:
                     if time.monotonic() > deadline_s:
-                        raise PeerError(f"It took more than {SEND_S:g} s.")
+                        raise PeerError(f"Sending exceeded {SEND_S:g} s.")
                     count = min(PIECE_BYTES, end - start)
                     if wire.send_file(connection, file.fileno(), start, count) != count:
                         raise Overtaken  # The file has become shorter.

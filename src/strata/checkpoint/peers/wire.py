@@ -63,7 +63,7 @@ def parse_bytes(text: str) -> int:
     """`2GB`, `512MiB`, `1.5e9`. Raises `ValueError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise ValueError(f"'{text}' is no number of bytes: write it like 512MB, 2GB or 64GiB")
+        raise ValueError(f"'{text}' is not a size: write it like 512MB, 2GB or 64GiB")
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
@@ -71,7 +71,7 @@ def parse_rate(text: str) -> int:
     """`2GB/s`, in bytes a second. Raises `ValueError`."""
     number, slash, unit = text.partition("/")
     if slash and unit.strip() not in ("s", "sec", "second"):
-        raise ValueError(f"'{text}' is no rate: write it like 500MB/s or 2GB/s")
+        raise ValueError(f"'{text}' is not a rate: write it like 500MB/s or 2GB/s")
     return parse_bytes(number)
 
 
@@ -85,16 +85,16 @@ def send(connection: socket.socket, message: Message, payload: bytes = b"") -> N
 
 
 def receive(connection: socket.socket) -> Message:
-    """Raises `ConnectionError` where the other end has gone, and `PeerError` for what is no message."""
+    """Raises `ConnectionError` where the other end was lost, and `PeerError` for what is no message."""
     (length,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size))
     if length > LONGEST_MESSAGE:
         raise PeerError(f"A message of {length:,} bytes is too long.")
     try:
         found = json.loads(bytes(receive_bytes(connection, length)))
     except (ValueError, RecursionError) as error:
-        raise PeerError("What was received is no message.") from error
+        raise PeerError("The received data is not a message.") from error
     if not isinstance(found, dict):
-        raise PeerError("What was received is no message.")
+        raise PeerError("The received data is not a message.")
     return found
 
 
@@ -165,7 +165,7 @@ def send_file(connection: socket.socket, file: int, offset: int, length: int) ->
         try:
             count = os.sendfile(connection.fileno(), file, offset + sent, length - sent)
         except BlockingIOError:
-            raise TimeoutError(f"nothing was taken for {STILL_S:g} s") from None
+            raise TimeoutError(f"nothing was accepted for {STILL_S:g} s") from None
         if not count:
             break
         sent += count

@@ -218,7 +218,7 @@ def _count(value: Any) -> int:
 def _path(keys: Any, *, limit: int) -> tuple[str | int, ...]:
     """Keys of dictionaries and places in lists, no longer than there can be."""
     if not keys or any(type(key) not in (str, int) for key in keys):
-        raise ValueError(f"{keys!r} is no path")
+        raise ValueError(f"{keys!r} is not a path")
     if any(isinstance(key, int) and not 0 <= key < limit for key in keys):
         raise ValueError(f"{keys!r} is out of range")
     return tuple(keys)

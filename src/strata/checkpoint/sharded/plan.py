@@ -82,8 +82,8 @@ def chunks_of(state: Mapping[str, Any]) -> tuple[Chunk, ...]:
             if any(is_distributed_tensor(leaf) for _, leaf in leaves(value, leaf=torch.Tensor)):
                 raise UnsupportedState(
                     name=name,
-                    kind="distributed tensor in a tuple or under a key that is no text",
-                    hint="Use lists, and text as keys.",
+                    kind="distributed tensor in a tuple or under a key that is not a string",
+                    hint="Use lists, and strings as keys.",
                 )
             found.append(Chunk(path))
             continue

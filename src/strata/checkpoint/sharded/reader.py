@@ -86,7 +86,7 @@ class StrataStorageReader(StorageReader):
         if len(chosen) > 1:
             raise LoadFailed(
                 f"The ranks would load different checkpoints: {', '.join(chosen)}.",
-                hint="One was saved meanwhile. Choose a step on one rank, broadcast it, and load that.",
+                hint="Another checkpoint was saved meanwhile. Choose a step on one rank, broadcast it, and load that one.",
             )
         return plans
 

@@ -38,7 +38,7 @@ def audit(
         str,
         typer.Argument(
             metavar="DATASET",
-            help="The dataset's id; optional if the history has only one. Or the run: where its checkpoints are.",
+            help="Id of the dataset, optional if the history has only one; or the run's checkpoint destination.",
         ),
     ] = "",
     source: Annotated[
@@ -46,14 +46,13 @@ def audit(
         typer.Option(
             "--source",
             "-s",
-            help="Where the job keeps its checkpoints: a directory, s3://bucket/prefix, or a coordinator's "
-            "http://host:3000.",
+            help="The job's checkpoint destination (a directory or s3://bucket/prefix), or a coordinator's http://host:3000.",
             envvar=["STRATA_CHECKPOINTS", "CHECKPOINT_BUCKET", "CHECKPOINT_DIR"],
         ),
     ] = "",
-    epoch: Annotated[int | None, typer.Option(min=0, help="One epoch. Defaults to all.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Audit only this epoch. [all]")] = None,
     by_source: Annotated[
-        bool, typer.Option("--by-source", help="Of a mixture: samples, tokens and epochs of each source.")
+        bool, typer.Option("--by-source", help="For a mixture: samples, tokens and epochs of each source.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -83,7 +82,7 @@ def _audit_by_source(source: str, dataset: str, *, as_json: bool) -> NoReturn:
         if not source or source.startswith(("http://", "https://")):
             raise StrataError(
                 "Which run? An audit by source reads the run's checkpoints.",
-                hint="Name where they are: strata audit DIR --by-source, or --source s3://bucket/prefix.",
+                hint="Pass their location: strata audit DIR --by-source, or --source s3://bucket/prefix.",
             )
         commits = commits_of(source)
         found = audit_by_source(commits, dataset or None)
@@ -222,7 +221,7 @@ def _print(reports: list[AuditReport]) -> None:
             _say(f"  {name}")
     if last.vouched:
         _say(
-            f"{last.vouched:,} samples are vouched for by a later checkpoint: the one that trained them was removed."
+            f"{last.vouched:,} samples are confirmed by a later checkpoint only: the one that recorded them was removed."
         )
 
 

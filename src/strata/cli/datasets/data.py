@@ -26,24 +26,26 @@ from strata.data.verify import Damage, verify_dataset
 app = typer.Typer(
     name="data",
     cls=LiteralGroup,
-    help="What is in a dataset: a file, a folder, a pattern, or a URL in object storage.",
+    help="Inspect a dataset: a file, a folder, a glob, or a URL in object storage.",
     no_args_is_help=True,
 )
 Places = Annotated[
-    list[str], typer.Argument(metavar="URL", help="Files, folders, patterns or URLs, or NAME.samples.")
+    list[str], typer.Argument(metavar="URL", help="Files, folders, globs or URLs, or an index NAME.samples.")
 ]
-Kind = Annotated[str | None, typer.Option("--format", "-f", help="What it is, where suffixes do not say so.")]
+Kind = Annotated[
+    str | None, typer.Option("--format", "-f", help="Format of the files, if their suffix does not tell it.")
+]
 OnBadRecord = Annotated[
     Literal["raise", "skip"], typer.Option("--on-bad", help="Stop at a bad record, or skip and count it.")
 ]
-Count = Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="How many samples.")]
+Count = Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="Number of samples.")]
 SHOWN_FILES = 10
 LINE_CHARS = 160
 
 
 @app.command()
 def stat(places: Places, format: Kind = None, on_bad: OnBadRecord = "raise", as_json: AsJson = False) -> None:
-    """Format, files, samples, bytes and fields."""
+    """Show format, files, samples, bytes and fields."""
     reader = _open(places, format, on_bad)
     files = reader.files
     total_bytes = sum(file.size_bytes for file in files)
@@ -94,7 +96,7 @@ def head(
     on_bad: OnBadRecord = "raise",
     as_json: AsJson = False,
 ) -> None:
-    """The first samples."""
+    """Show the first samples."""
     reader = _open(places, format, on_bad)
     _show(reader, range(min(count, len(reader))), as_json=as_json)
 
@@ -103,12 +105,12 @@ def head(
 def sample(
     places: Places,
     count: Count = 5,
-    seed: Annotated[int, typer.Option(help="Which samples: the first of a shuffled epoch.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffled epoch to read from.")] = 0,
     format: Kind = None,
     on_bad: OnBadRecord = "raise",
     as_json: AsJson = False,
 ) -> None:
-    """Samples drawn at random: those that training with the same seed sees first."""
+    """Show random samples: the ones that training with the same seed reads first."""
     reader = _open(places, format, on_bad)
     order = EpochOrder(total=len(reader), seed=seed)
     _show(reader, order.take(np.arange(min(count, len(reader)))).tolist(), as_json=as_json)
@@ -118,7 +120,7 @@ def sample(
 def verify(
     places: Places, format: Kind = None, on_bad: OnBadRecord = "raise", as_json: AsJson = False
 ) -> None:
-    """Read everything once, and compare digests where the format has them."""
+    """Read everything once, and verify checksums where the format has them."""
     reader = _open(places, format, on_bad)
     with TerminalProgress(doing="verifying", unit="samples") as progress:
         report = verify_dataset(reader, progress=progress)

@@ -24,8 +24,8 @@ def index(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="JSONL, plain text or parquet files, gzipped too; or patterns. With --samples, any dataset: files, folders, "
-            "patterns or URLs.",
+            help="JSONL, plain text or parquet files, gzipped too; or globs. With --samples, any dataset: files, folders, "
+            "globs or URLs.",
         ),
     ],
     output: Annotated[
@@ -55,22 +55,26 @@ def index(
     ] = False,
     format: Annotated[
         str | None,
-        typer.Option("--format", "-f", help="With --samples, what it is, where suffixes do not say so."),
+        typer.Option(
+            "--format", "-f", help="With --samples: format of the files, if their suffix does not tell it."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text files into an index. After a crash the same command continues where it stopped.
 
-    With --samples, find where each sample of a dataset is (lines, tars, compressed files too), so that any of them can be read by
-    number. What was found is kept in the cache, and with --output in one file that any machine opens at once.
+    With --samples, record where each sample of a dataset starts (in tar and compressed files too), so that samples can be
+    read by number. The index is kept in this machine's cache; --output also writes it to one file for other machines.
     """
     if samples:
         _index_samples(files, output, format, on_bad, as_json=as_json)
         return
     if format is not None:
-        raise InvalidArgument("--format", "is for --samples; text is told from its suffix.")
+        raise InvalidArgument(
+            "--format", "is only for --samples; the format of text files follows from their suffix."
+        )
     if not output:
-        raise InvalidArgument("--output", "is missing: say where to write the index.")
+        raise InvalidArgument("--output", "is missing: pass the path to write the index to.")
     options = BuildOptions(
         text_key=text_key, entry_interval=entry_interval, eos=eos, on_bad=on_bad, workers=workers, force=force
     )

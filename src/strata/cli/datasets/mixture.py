@@ -26,7 +26,7 @@ from strata.errors import StrataError
 app = typer.Typer(
     name="mixture",
     cls=LiteralGroup,
-    help="What a run mixes, and changing its weights.",
+    help="Show a run's data mixture, or change its weights.",
     no_args_is_help=True,
 )
 
@@ -41,19 +41,19 @@ def set_weights(
     weights: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME=SHARE", help="Shares of some sources, such as code=0.5; the others divide the rest."
+            metavar="NAME=SHARE", help="New shares, such as code=0.5; the other sources divide the rest."
         ),
     ],
     from_step: Annotated[int, typer.Option(min=0, help="The first step with these weights.")],
     wait_s: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds to wait for what the ranks decide.")
+        float, typer.Option("--wait", min=0, help="Seconds to wait for the ranks' decision.")
     ] = 30.0,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """Change weights of a running job: from that step on, on every rank, and in every replay.
+    """Change the mixture weights of a running job, from a given step on and on every rank.
 
-    Exit status: 0 adopted, or written down for a job that is not running; 1 refused, with the first possible step.
+    Exit status: 0 adopted, or recorded for a job that is not running; 1 refused, with the first possible step.
     """
     path = f"/api/jobs/{quote(run, safe='')}/mixture"
     asked = post_facts(api, path, {"weights": _shares(weights), "from_step": from_step}, having="number")
@@ -68,14 +68,14 @@ def set_weights(
         console.print(f"adopted: from step {from_step:,} on, {_text(asked['weights'])}", soft_wrap=True)
     elif asked["status"] == "waiting":
         console.print(
-            f"written down, not decided yet: the ranks of '{run}' decide when they look next, or when the job starts. "
-            f"See: strata mixture show {run}",
+            f"recorded, not decided yet: the ranks of '{run}' decide at their next check, or when the job starts. See: "
+            f"strata mixture show {run}",
             soft_wrap=True,
         )
     else:
         raise StrataError(
             f"Refused: {asked['reason']}.",
-            hint="Ask again for a later step: strata mixture set … --from-step STEP",
+            hint="Request a later step: strata mixture set … --from-step STEP",
         )
     if asked["status"] == "refused":
         raise typer.Exit(1)

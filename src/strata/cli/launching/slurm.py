@@ -26,20 +26,28 @@ def slurm(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of job and rendezvous. [the file's name]")] = None,
     nodes: Annotated[int, typer.Option(help="Nodes to request.")] = 1,
-    min_nodes: Annotated[int, typer.Option(help="Training continues while at least this many are left.")] = 1,
+    min_nodes: Annotated[
+        int, typer.Option(help="Training continues while at least this many nodes are left.")
+    ] = 1,
     workers: Annotated[int, typer.Option(help="Workers on each node: one per GPU.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs of each node.")] = 0,
-    cpus: Annotated[int, typer.Option(help="Cores of each node; 0 leaves it to the cluster.")] = 0,
+    cpus: Annotated[int, typer.Option(help="Cores of each node; 0: the cluster's default.")] = 0,
     memory: Annotated[str, typer.Option(help="Memory of each node, such as 64G.")] = "",
-    time: Annotated[str, typer.Option(help="Time limit, such as 12:00:00; the job queues up again.")] = "",
+    time: Annotated[
+        str, typer.Option(help="Time limit, such as 12:00:00; the job is requeued when it is reached.")
+    ] = "",
     partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
     account: Annotated[str, typer.Option(help="Slurm account.")] = "",
     warning: Annotated[int, typer.Option(help="Seconds before the limit at which workers save.")] = 120,
-    python: Annotated[str, typer.Option(help="The Python on the nodes that has Strata.")] = "python3",
+    python: Annotated[
+        str, typer.Option(help="Python interpreter on the nodes, with Strata installed.")
+    ] = "python3",
     setup: Annotated[str, typer.Option(help="File to source first, such as .venv/bin/activate.")] = "",
     coordinator: Annotated[
         str | None,
-        typer.Option(help="host:port of the coordinator's gRPC, or several with commas. [COORDINATOR_ADDR]"),
+        typer.Option(
+            help="host:port of the coordinator's gRPC service; several separated by commas. [COORDINATOR_ADDR]"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. [stdout]")] = None,
 ) -> None:
@@ -86,7 +94,7 @@ def slurm(
     )
     script = sbatch_script(spec, options)
     if any(is_loopback(each.rpartition(":")[0]) for each in split_addresses(address)):
-        note = f"note: {address} is each node itself; give an address that they reach with --coordinator."
+        note = f"note: on each node, {address} is that node itself; pass an address that all nodes can reach with --coordinator."
         errors.print(Text(note, style="yellow"), soft_wrap=True)
     if output is None:
         typer.echo(script, nl=False)

@@ -71,7 +71,7 @@ def recipes(api: Api = DEFAULT_API, as_json: AsJson = False) -> None:
 def submit(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE|KEY=VALUE", help="A YAML or JSON file, and settings over it."),
+        typer.Argument(metavar="FILE|KEY=VALUE", help="A YAML or JSON file, and settings that override it."),
     ] = None,
     type: Annotated[str | None, typer.Option(help="Name of a recipe. [training]")] = None,
     name: Name = None,
@@ -83,11 +83,11 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="KEY[=FILE]",
-            help="A secret setting, from a file, or asked for: never on the command line.",
+            help="A secret setting, read from a file or prompted for; never on the command line.",
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show its log until it ends. Ctrl-C leaves it running.")
+        bool, typer.Option("--follow", "-f", help="Follow its log until it ends. Ctrl-C leaves it running.")
     ] = False,
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
@@ -162,8 +162,7 @@ def run(
         int,
         typer.Option(
             min=0,
-            help="Processes beyond the workers that stand by: when a worker of a script's @strata.recoverable function is lost, "
-            "one takes its place at once.",
+            help="Standby processes: one replaces a lost worker of a script's @strata.recoverable function at once.",
         ),
     ] = 0,
     data_dir: Annotated[
@@ -173,8 +172,8 @@ def run(
         bool, typer.Option("--fresh", help="Start a new task even if the same one was stopped or has failed.")
     ] = False,
 ) -> None:
-    """Run a script or a recipe here, with a coordinator of its own, and follow it; run again after Ctrl-C, it continues.
-    Options go before the script."""
+    """Run a script or a recipe on this machine, with its own coordinator, and follow its log. After Ctrl-C, the same
+    command continues it. Options go before the script."""
     words = arguments or []
     script = Path(program)
     is_script = script.suffix == ".py" or script.is_file()
@@ -214,7 +213,7 @@ def run(
                 client.stop(task_id)
                 ended = following.to_the_end()
             except KeyboardInterrupt:
-                console.print(Text("ending at once, without a final checkpoint", style="bold"))
+                console.print(Text("exiting immediately, without a final checkpoint", style="bold"))
                 _end_at_once(data_dir, task_id)
                 raise
         checkpoints = data_dir / "tasks" / task_id / "checkpoints"
@@ -280,8 +279,8 @@ class _Following:
 def _report_end(task: TaskView) -> None:
     """Exit 0 for a completed task, 1 for any other end."""
     started_s, ended_s = task["started_at"], task["completed_at"]
-    took_s = ended_s - started_s if started_s is not None and ended_s is not None else 0.0
-    console.print(Text.assemble(styled(task["status"]), f" after {duration(took_s)}"))
+    elapsed_s = ended_s - started_s if started_s is not None and ended_s is not None else 0.0
+    console.print(Text.assemble(styled(task["status"]), f" after {duration(elapsed_s)}"))
     cause = task["exit_cause"]
     if task["status"] == "failed" and cause is not None and cause["traceback"]:
         console.print(Text(cause["traceback"], style="dim"), soft_wrap=True)

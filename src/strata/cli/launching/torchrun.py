@@ -11,7 +11,7 @@ from strata.cli.extras import need
 
 
 def torchrun(context: typer.Context) -> None:
-    """Run a script as torchrun does, with every flag of torchrun; on one machine nothing else has to run."""
+    """Run a script like torchrun, with all of its flags; a single machine needs neither coordinator nor etcd."""
     need("torch", feature="torchrun")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "strata.launch.agent", *context.args])

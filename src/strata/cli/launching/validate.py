@@ -134,7 +134,7 @@ def explain_syntax(text: str, error: Any) -> Problem:
     elif "end of stream" in (error.problem or "") or "flow" in (error.context or ""):
         hint = "A quote, [ or { that was opened before this line is never closed."
     else:
-        hint = "Look at the indentation of this line and the one before it, and quote values with special characters."
+        hint = "Check the indentation of this line and the one before it, and quote values with special characters."
     return Problem(
         severity="error", line=number, path="", message=f"YAML syntax: {error.problem or error}", hint=hint
     )
@@ -163,7 +163,7 @@ def _settings(text: str, overrides: list[str]) -> Any:
     try:
         wrong = [override for override in overrides if "=" not in override]
         if wrong:
-            raise StrataError(f"'{wrong[0]}' is no setting.", hint="Write section.key=value.")
+            raise StrataError(f"'{wrong[0]}' is not a setting.", hint="Write section.key=value.")
         loaded: Any = OmegaConf.create(text)
         if overrides:
             loaded = OmegaConf.merge(loaded, OmegaConf.from_dotlist(overrides))

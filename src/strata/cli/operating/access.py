@@ -38,23 +38,23 @@ app = typer.Typer(
 )
 
 DataDir = Annotated[
-    Path | None, typer.Option(help="Use the tokens of this data directory, without asking a coordinator.")
+    Path | None, typer.Option(help="Use the tokens in this data directory directly, without a coordinator.")
 ]
 
 
 @app.command()
 def create(
     role: Annotated[str, typer.Option(help="viewer, worker, operator or admin.")],
-    job: Annotated[str | None, typer.Option(help="The only job it acts for and sees. [all jobs]")] = None,
+    job: Annotated[str | None, typer.Option(help="Restrict it to this job. [all jobs]")] = None,
     name: Annotated[
-        str, typer.Option(help="What to call it, for `strata token ls` and the audit log.")
+        str, typer.Option(help="Name shown by `strata token ls` and in the audit log.")
     ] = "unnamed",
-    expires: Annotated[str, typer.Option(help="7d, 12h, 30m; or never.")] = "30d",
+    expires: Annotated[str, typer.Option(help="Lifetime: 7d, 12h, 30m, or never.")] = "30d",
     api: Api = DEFAULT_API,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a token. It is printed once, and kept nowhere."""
+    """Create a token. It is printed once and cannot be shown again."""
     if data_dir is not None:
         made = _create_in(data_dir, role=role, job=job, name=name, expires=expires)
     else:
@@ -71,7 +71,7 @@ def create(
 
 @app.command("ls")
 def list_tokens(api: Api = DEFAULT_API, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """The tokens there are, without what makes them work."""
+    """List the tokens, without their secrets."""
     found = _tokens_in(data_dir) if data_dir is not None else get_rows(api, "/api/tokens")
     if as_json:
         print_json(found)
@@ -93,11 +93,13 @@ def list_tokens(api: Api = DEFAULT_API, data_dir: DataDir = None, as_json: AsJso
 
 @app.command()
 def revoke(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="As `strata token ls` shows it.")],
+    token_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of the token, as `strata token ls` shows it.")
+    ],
     api: Api = DEFAULT_API,
     data_dir: DataDir = None,
 ) -> None:
-    """End a token: it counts for nothing from now on."""
+    """Revoke a token. It stops working immediately."""
     if data_dir is not None:
         from strata.coordinator.auth.tokens import TokenStore
 
@@ -108,11 +110,11 @@ def revoke(
 
 
 def dashboard_link(
-    role: Annotated[Role, typer.Option(help="What the browser may do; at most what you may.")] = "viewer",
+    role: Annotated[Role, typer.Option(help="Role of the browser, at most your own.")] = "viewer",
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
 ) -> None:
-    """A link that signs a browser in to the dashboard: once, within ten minutes."""
+    """Create a link that signs one browser in to the dashboard: once, within ten minutes."""
     made = post_facts(api, "/api/session/links", {"role": role}, having="path")
     link = f"{leader_url(api)}{made['path']}"
     if as_json:
@@ -124,12 +126,16 @@ def dashboard_link(
 
 
 def audit_log(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Entries at most.")] = 50,
-    text: Annotated[str, typer.Option("--grep", help="Text that must be in the entry, in any case.")] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of entries.")
+    ] = 50,
+    text: Annotated[
+        str, typer.Option("--grep", help="Only entries that contain this text, ignoring case.")
+    ] = "",
     api: Api = DEFAULT_API,
     as_json: AsJson = False,
 ) -> None:
-    """Who did what to what, allowed or refused. Oldest first."""
+    """Show who did what, and whether it was allowed. Oldest first."""
     found = get_rows(api, "/api/audit-log?" + urlencode({"limit": limit, "q": text}))[::-1]
     if as_json:
         for entry in found:
@@ -148,7 +154,7 @@ def audit_log(
         for entry in found
     ]
     columns = ("TIME", "OUTCOME", "WHO", "ACTION", "TARGET", "FROM", "REASON")
-    print_table(columns, rows, empty="Nothing has been written down yet.")
+    print_table(columns, rows, empty="The audit log is empty.")
 
 
 def _create_in(data_dir: Path, *, role: str, job: str | None, name: str, expires: str) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def backup(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     history: Annotated[bool, typer.Option(help="Also copy the log and the metrics of runs.")] = True,
 ) -> None:
-    """Copy what a coordinator keeps into one file, while it runs: journal, tokens, recipes, log, metrics. Keep it as you would keep a
-    password; checkpoints and the folders of tasks are not in it."""
+    """Back up a coordinator, even while it runs, into one file: journal, tokens, recipes, log, metrics. Protect the file
+    like a password. Checkpoints and the folders of tasks are not included."""
     made = back_up(data_dir, file, history=history)
     console.print(
         f"{file}: {len(made.files)} files, {made.size_bytes / 1e6:,.1f} MB before compression. "
@@ -40,15 +40,15 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `strata backup` has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `strata backup`.")],
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Make a data directory from a backup, verified. It must not exist yet, or be empty."""
+    """Restore a data directory from a backup, and verify it. The directory must be empty or not exist yet."""
     found = restore_backup(file, data_dir)
     console.print(
-        f"{data_dir} is as the coordinator on {found.host} was at {timestamp(found.created_at_s)}. What it acknowledged since is "
-        f"not in it: workers register again by themselves, and checkpoints are found by their manifests. "
-        f"Start it with: strata serve --data-dir {data_dir}",
+        f"Restored {data_dir} as of {timestamp(found.created_at_s)}, from the coordinator on {found.host}. Later changes "
+        "are not included: workers register again by themselves, and checkpoints are found by their manifests. Start "
+        f"it with: strata serve --data-dir {data_dir}",
         markup=False,
         soft_wrap=True,
     )
@@ -58,14 +58,14 @@ def rebuild(
     destinations: Annotated[
         list[str],
         typer.Argument(
-            metavar="DESTINATION", help="Where the job keeps its checkpoints: folders, s3://bucket/prefix."
+            metavar="DESTINATION", help="The job's checkpoint destinations: folders, s3://bucket/prefix."
         ),
     ],
-    job: Annotated[str, typer.Option(help="The job's name, as `strata checkpoints` is to show it.")],
+    job: Annotated[str, typer.Option(help="Name of the job, as `strata checkpoints` will show it.")],
     api: Api = DEFAULT_API,
 ) -> None:
-    """Rebuild a coordinator's list of checkpoints from their manifests: of a job that is not running now. One that runs does so by
-    itself."""
+    """Rebuild a coordinator's list of checkpoints from their manifests, for a job that is not running. A running job does
+    so by itself."""
     from strata.checkpoint.manager import CheckpointManager, Memory
     from strata.training.link import checkpoint_facts, report_existing
     from strata.worker.orchestrator import TrainingOrchestrator
@@ -91,7 +91,7 @@ def rebuild(
                 orchestrator, {info.checkpoint_id: checkpoint_facts(info) for info in infos}, facts
             )
         console.print(
-            f"run {run or '-'}: {len(infos)} checkpoints, up to step {infos[-1].step}; {unknown} were not known",
+            f"run {run or '-'}: {len(infos)} checkpoints, up to step {infos[-1].step}; {unknown} were added",
             markup=False,
             soft_wrap=True,
         )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="certs",
     cls=LiteralGroup,
-    help="Certificates for TLS between coordinator, workers and people.",
+    help="Certificates for TLS between coordinator, workers and users.",
     no_args_is_help=True,
 )
 
@@ -35,8 +35,8 @@ AUTHORITY_DAYS = 3650
 BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of a cluster differ."""
 
-Folder = Annotated[Path, typer.Option("--dir", help="Where the files are.")]
-Expires = Annotated[str, typer.Option(help="365d, 12h.")]
+Folder = Annotated[Path, typer.Option("--dir", help="Folder of the files.")]
+Expires = Annotated[str, typer.Option(help="Lifetime: 365d, 12h.")]
 
 
 class CertificateError(StrataError):
@@ -52,7 +52,7 @@ def init(
     folder: Folder = Path("certs"),
     expires: Expires = "365d",
 ) -> None:
-    """Make an authority, and certificates for a coordinator, a worker and an admin."""
+    """Create a certificate authority, and certificates for a coordinator, a worker and an admin."""
     need("cryptography", feature="strata certs")
     _fresh(folder, "ca", "coordinator", "worker", "admin")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,9 +68,9 @@ def init(
         f"  strata serve --host 0.0.0.0  with STRATA_TLS_CERT={folder}/coordinator.pem",
         f"    STRATA_TLS_KEY={folder}/coordinator.key STRATA_TLS_CLIENT_CA={folder}/ca.pem",
         f"    STRATA_TASK_TLS_CERT={folder}/worker.pem STRATA_TASK_TLS_KEY={folder}/worker.key",
-        "Workers, and people with admin.pem and admin.key:",
+        "Workers, and users with admin.pem and admin.key:",
         f"  STRATA_TLS_CA={folder}/ca.pem STRATA_TLS_CERT={folder}/worker.pem STRATA_TLS_KEY={folder}/worker.key",
-        f"Keep {folder}/ca.key where nobody else can read it: it makes certificates of any role.",
+        f"Keep {folder}/ca.key private: it can issue certificates for any role.",
     ):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -78,21 +78,24 @@ def init(
 @app.command()
 def issue(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What to call it: the common name, and the files.")
+        str, typer.Argument(metavar="NAME", help="Common name of the certificate, and name of its files.")
     ],
     role: Annotated[str, typer.Option(help="viewer, worker, operator or admin.")] = "worker",
-    job: Annotated[str | None, typer.Option(help="The only job it acts for and sees. [all jobs]")] = None,
+    job: Annotated[str | None, typer.Option(help="Restrict it to this job. [all jobs]")] = None,
     hosts: Annotated[
-        list[str] | None, typer.Option("--host", help="For a coordinator instead: its names or addresses.")
+        list[str] | None,
+        typer.Option(
+            "--host", help="Issue a coordinator's certificate for this name or address; may be repeated."
+        ),
     ] = None,
     folder: Folder = Path("certs"),
     expires: Expires = "365d",
 ) -> None:
-    """Make one more certificate with the authority that `init` made."""
+    """Issue another certificate from the authority that `init` created."""
     need("cryptography", feature="strata certs")
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
         raise InvalidArgument(
-            "name", f"'{name[:40]}' is not one.", hint="Use letters, digits, '-', '_' and '.'."
+            "name", f"'{name[:40]}' is not a valid name.", hint="Use letters, digits, '-', '_' and '.'."
         )
     _fresh(folder, name)
     from strata.coordinator.auth.tokens import as_role
@@ -141,10 +144,10 @@ class _Authority:
         except (OSError, ValueError, TypeError) as error:
             raise CertificateError(
                 f"The authority in {folder} cannot be used: {error}.",
-                hint="Make one with `strata certs init`.",
+                hint="Create one with `strata certs init`.",
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CertificateError(f"{folder / 'ca.key'} is not a key that `strata certs init` made.")
+            raise CertificateError(f"{folder / 'ca.key'} was not created by `strata certs init`.")
         return cls(folder, certificate, key)
 
     def issue(self, name: str, *, expires: str, hosts: list[str] | None = None, unit: str = "") -> None:

@@ -1,4 +1,4 @@
-"""`strata drain`: a machine is to go; its runs save and continue without it before that."""
+"""`strata drain`: a machine will be shut down; its runs save and continue without it before that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from strata.errors import StrataError
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 POLL_S = 0.2
 SETTLE_S = 60.0
-"""How long after a machine has gone those who continue may take to say what was lost."""
+"""How long after a machine has left the remaining ranks may take to report what was lost."""
 
 
 class NoDuration(StrataError):
@@ -39,26 +39,33 @@ def seconds(text: str) -> float:
     """`90`, `90s`, `2m` or `1h`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
     if found is None or found[2] not in UNITS_S:
-        raise NoDuration(f"'{text}' is no duration.", hint="Write 90s, 2m or 1h.")
+        raise NoDuration(f"'{text}' is not a duration.", hint="Write 90s, 2m or 1h.")
     return float(found[1]) * UNITS_S[found[2]]
 
 
 def drain(
     node: Annotated[
         str | None,
-        typer.Argument(metavar="NODE", help="Host name, as `strata workers` shows it; none lists all."),
+        typer.Argument(
+            metavar="NODE", help="Host name, as `strata workers` shows it; without it, all drains are listed."
+        ),
     ] = None,
-    within: Annotated[str, typer.Option(help="When the machine may be gone: 90s, 2m, 1h.")] = "120s",
-    reason: Annotated[str, typer.Option(help="Why, for whoever wants to use it.")] = "",
+    within: Annotated[
+        str, typer.Option(help="Time until the machine may be shut down: 90s, 2m, 1h.")
+    ] = "120s",
+    reason: Annotated[str, typer.Option(help="Reason, shown to other users.")] = "",
     cancel: Annotated[
         bool,
-        typer.Option("--cancel", help="Let the machine be used again. Its agents are to be started anew."),
+        typer.Option("--cancel", help="Allow the machine to be used again; restart its agents."),
     ] = False,
-    wait: Annotated[bool, typer.Option(help="Return when the machine may go, and say what was lost.")] = True,
+    wait: Annotated[
+        bool, typer.Option(help="Wait until the machine may be shut down, and report what was lost.")
+    ] = True,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """Let a machine go: its runs save, hand over to a spare machine or shrink, and none of its agents is let in again."""
+    """Drain a machine: its runs save and continue on a spare machine or with fewer workers. Its agents are refused until
+    --cancel."""
     if node is None:
         _list(api, json=json)
         return
@@ -86,7 +93,7 @@ def _wait(api: str, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_settled(known: dict[str, Any]) -> bool:
-    """It has gone, and what its runs have lost is known."""
+    """It has left, and what its runs have lost is known."""
     if known["state"] != "drained":
         return False
     lost = [one["lost_steps"] for one in known["handovers"]]
@@ -95,12 +102,16 @@ def _is_settled(known: dict[str, Any]) -> bool:
 
 def _print(known: dict[str, Any]) -> None:
     left_s = max(0.0, known["deadline"] - time.time())
-    what = known["outcome"] if known["state"] == "drained" else f"it may go in {duration(left_s)}"
+    what = (
+        known["outcome"]
+        if known["state"] == "drained"
+        else f"it may be shut down in {duration(left_s)} at the latest"
+    )
     lines = [f"{known['host']} is {known['state']}: {what}"]
     lines += [f"  {one['run']}: {one['reason']}" for one in known["handovers"]]
     if known["state"] == "drained" and not _is_settled(known):
         lines.append(
-            "  What its runs have lost is not known yet. Look again with: strata drain; strata recoveries"
+            "  What its runs have lost is not known yet. Check again with: strata drain; strata recoveries"
         )
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

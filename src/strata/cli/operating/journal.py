@@ -30,31 +30,39 @@ def journal() -> None:
 @app.command()
 def copy(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="sqlite:DATA_DIR, or etcd://HOST:PORT/PREFIX.")
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Journal to copy: sqlite:DATA_DIR, or etcd://HOST:PORT/PREFIX."
+        ),
     ],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The same; it must be empty.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Where to copy it, in the same form; it must be empty.")
+    ],
     etcd_user: Annotated[
         str,
-        typer.Option(envvar="STRATA_ETCD_USER", help="User of etcd; the password is STRATA_ETCD_PASSWORD."),
+        typer.Option(
+            envvar="STRATA_ETCD_USER", help="etcd user; the password comes from STRATA_ETCD_PASSWORD."
+        ),
     ] = "",
     etcd_ca: Annotated[
-        Path | None, typer.Option(envvar="STRATA_ETCD_CA", help="Authority (PEM) by which etcd is known.")
+        Path | None, typer.Option(envvar="STRATA_ETCD_CA", help="CA certificate (PEM) of etcd.")
     ] = None,
     etcd_cert: Annotated[
-        Path | None, typer.Option(envvar="STRATA_ETCD_CERT", help="Client certificate (PEM) to show to etcd.")
+        Path | None, typer.Option(envvar="STRATA_ETCD_CERT", help="Client certificate (PEM) for etcd.")
     ] = None,
     etcd_key: Annotated[
         Path | None, typer.Option(envvar="STRATA_ETCD_KEY", help="Key of that certificate (PEM).")
     ] = None,
 ) -> None:
-    """Copy a journal, verified. No coordinator may be using either; the target must be empty, and appears as a whole or not at all."""
+    """Copy a journal and verify the copy. No coordinator may use either one; the target must be empty, and appears only
+    when the copy is complete."""
 
     def place(text: str, name: str) -> Place:
         if text.startswith(SQLITE) and len(text) > len(SQLITE):
             return Path(text.removeprefix(SQLITE)).expanduser()
         if not is_etcd(text):
             raise typer.BadParameter(
-                f"'{text}' is no journal; write sqlite:DATA_DIR or etcd://HOST:PORT", param_hint=name
+                f"'{text}' is not a journal; write sqlite:DATA_DIR or etcd://HOST:PORT", param_hint=name
             )
         try:
             return parse_location(
@@ -74,7 +82,7 @@ def copy(
     serve = f"--journal {target}" if is_etcd(target) else f"--data-dir {target.removeprefix(SQLITE)}"
     console.print(
         f"{copied.events:,} events ({copied.size_bytes / 1e6:,.1f} MB) copied and verified. Start coordinators with: "
-        f"strata serve {serve}. What {source} holds stays as it is: start none with it any more.",
+        f"strata serve {serve}. {source} is unchanged; do not start coordinators with it any more.",
         markup=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`strata notify`: the channels that a coordinator notifies, its rules, what it has told lately, and a test of all that."""
+"""`strata notify`: the channels that a coordinator notifies, its rules, recent notifications, and a test of the channels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from strata.errors import StrataError
 app = typer.Typer(
     name="notify",
     cls=LiteralGroup,
-    help="Who is notified, of what, and whether it arrives.",
+    help="Notification channels, their rules, and a test of them.",
     no_args_is_help=True,
 )
 
@@ -46,7 +46,7 @@ class NoChannels(StrataError):
 
 @app.command("ls")
 def list_channels(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """The channels, what became of notifications there, and the rules that raise them."""
+    """List the channels and what was delivered to them, and the rules that send notifications."""
     found = get_facts(api, "/api/notifications/channels", having="channels")
     if json:
         print_json(found)
@@ -77,12 +77,15 @@ def list_channels(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 @app.command("test")
 def send_test(
     channel: Annotated[
-        str | None, typer.Argument(metavar="CHANNEL", help="One of `strata notify ls`; all when not given.")
+        str | None,
+        typer.Argument(
+            metavar="CHANNEL", help="Name of a channel, as `strata notify ls` shows it. [all channels]"
+        ),
     ] = None,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """Send a test notification and say whether it arrived. Exit status 1 where one did not."""
+    """Send a test notification and report whether it arrived. Exit status 1 if one did not."""
     found: list[dict[str, Any]] = post(api, "/api/notifications/test", {"channel": channel}, timeout_s=TEST_S)
     if not found:
         raise NoChannels
@@ -99,12 +102,14 @@ def send_test(
 
 @app.command()
 def history(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Of this run alone.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 20,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only of this run.")] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of notifications.")
+    ] = 20,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """What was notified lately, newest first, whether or not there is a channel."""
+    """List recent notifications, newest first, even if no channel is configured."""
     query = {"limit": limit, **({"run": run} if run else {})}
     found = get_rows(api, "/api/notifications?" + urlencode(query))
     if json:
@@ -120,7 +125,7 @@ def history(
         )
         for each in found
     ]
-    print_table(("WHEN", "RULE", "STATE", "WHAT", ""), rows, empty="Nothing has been notified yet.")
+    print_table(("WHEN", "RULE", "STATE", "WHAT", ""), rows, empty="No notifications yet.")
 
 
 def _rule(rule: dict[str, Any]) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from strata.cli.common import (
 )
 
 app = typer.Typer(
-    name="quarantine", cls=LiteralGroup, help="Machines that are out of use, and why.", no_args_is_help=True
+    name="quarantine", cls=LiteralGroup, help="Machines that no run may use, and why.", no_args_is_help=True
 )
 
 Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, as `strata workers` shows it.")]
@@ -30,7 +30,7 @@ Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, as `strata
 
 @app.command("ls")
 def list_machines(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """The machines that are out of use."""
+    """List the quarantined machines."""
     found = get_rows(api, "/api/quarantine")
     if json:
         print_json(found)
@@ -42,16 +42,16 @@ def list_machines(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 @app.command()
 def add(
     host: Host,
-    reason: Annotated[str, typer.Option(help="Why, for whoever wants to use it.")],
+    reason: Annotated[str, typer.Option(help="Reason, shown to other users.")],
     api: Api = DEFAULT_API,
 ) -> None:
-    """Take a machine out of use: its agents save, leave their runs, and are refused from then on."""
+    """Quarantine a machine: its agents save, leave their runs, and are refused until it is cleared."""
     made = post_facts(api, "/api/quarantine", {"host": host, "reason": reason}, having="host")
     console.print(f"{made['host']} is quarantined: {made['reason']}", markup=False, soft_wrap=True)
 
 
 @app.command()
 def clear(host: Host, api: Api = DEFAULT_API) -> None:
-    """Let a machine be used again. Its agents are to be started anew."""
+    """Allow a machine to be used again; restart its agents."""
     delete(api, f"/api/quarantine/{quote(host, safe='')}")
     console.print(f"{host} may be used again.", markup=False, soft_wrap=True)

@@ -42,11 +42,11 @@ def replay(
             typer.echo(msgspec.json.encode(line).decode())
             continue
         severity, text = describe(entry.event)
-        moment = timestamp(entry.event.at_s)
+        at = timestamp(entry.event.at_s)
         console.print(
             Text.assemble(
                 (f"{entry.seq:>7} ", "dim"),
-                (f"{moment}  ", "dim"),
+                (f"{at}  ", "dim"),
                 (f"{name:20}", STYLES.get(severity, "bold")),
                 f" {text}",
             ),

@@ -21,34 +21,36 @@ def serve(
         int | None, typer.Option(help="Port of API and dashboard; 0 picks a free one. [3000]")
     ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="A further port for /api/health and /metrics alone. [none]")
+        int | None, typer.Option(help="Additional port that serves only /api/health and /metrics. [none]")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Directory of the journal. [~/.strata]")] = None,
     journal: Annotated[
         str | None,
         typer.Option(
-            help="Journal of several coordinators, of which one leads: etcd://HOST:PORT,HOST:PORT. [in --data-dir]"
+            help="Shared journal of several coordinators, one of which leads: etcd://HOST:PORT,HOST:PORT. [in --data-dir]"
         ),
     ] = None,
     archive: Annotated[
         str | None,
         typer.Option(
-            help="Keep logs, metrics of runs and output of tasks there too: s3://bucket/prefix, or a shared folder. [none]"
+            help="Also archive logs, metrics of runs and output of tasks here: s3://bucket/prefix, or a shared folder. [none]"
         ),
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option(help="Host under which others reach this coordinator. [--host]")
+        str | None, typer.Option(help="Host name or address at which others reach this coordinator. [--host]")
     ] = None,
     heartbeat_timeout: Annotated[
         float | None, typer.Option(help="Seconds without a heartbeat after which a worker is failed. [30]")
     ] = None,
     launcher: Annotated[str | None, typer.Option(help="What runs tasks: local, ray or none. [local]")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Where the Ray cluster is, for --launcher ray. [auto]")
+        str | None, typer.Option(help="Address of the Ray cluster, for --launcher ray. [auto]")
     ] = None,
     trust_loopback: Annotated[
         bool | None,
-        typer.Option("--trust-loopback", help="Trust every user of this machine, not only your own."),
+        typer.Option(
+            "--trust-loopback", help="Trust every user of this machine, not only the coordinator's own."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file with a [coordinator] table, and [notify].")

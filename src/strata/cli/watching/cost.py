@@ -15,12 +15,12 @@ def cost(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run, job or task.")],
     price: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Of a GPU-hour, or worker-hour; else as the coordinator is configured."),
+        typer.Option(min=0.0, help="Price of a GPU-hour, or worker-hour. [as configured at the coordinator]"),
     ] = None,
     api: Api = DEFAULT_API,
     json: AsJson = False,
 ) -> None:
-    """Say what a run has cost: spent, lost by cause, saved beside restarts from the last durable checkpoint."""
+    """Show what a run has cost: spent, lost by cause, and saved compared with restarts from durable checkpoints."""
     query = "?" + urlencode({"price_per_gpu_hour": price}) if price is not None else ""
     found = get_facts(api, f"/api/runs/{quote(run, safe='')}/cost{query}", having="lost_by_cause")
     if json:

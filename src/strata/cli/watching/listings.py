@@ -138,10 +138,12 @@ def datasets(context: typer.Context, api: Api = DEFAULT_API, json: AsJson = Fals
 
 @datasets_app.command("rm")
 def remove_datasets(
-    dataset_ids: Annotated[list[str], typer.Argument(metavar="ID", help="As `strata datasets` lists them.")],
+    dataset_ids: Annotated[
+        list[str], typer.Argument(metavar="ID", help="Ids of datasets, as `strata datasets` shows them.")
+    ],
     api: Api = DEFAULT_API,
 ) -> None:
-    """Forget datasets. Their files are not touched."""
+    """Unregister datasets. Their files are not touched."""
     for dataset_id in dataset_ids:
         delete(api, f"/api/datasets/{quote(dataset_id, safe='')}")
         console.print(f"Removed {dataset_id}.", markup=False, highlight=False)
@@ -209,7 +211,7 @@ def barriers(api: Api = DEFAULT_API, json: AsJson = False) -> None:
 
 
 def recoveries(api: Api = DEFAULT_API, json: AsJson = False) -> None:
-    """Duration of recoveries by phase, newest first."""
+    """List the recoveries and the duration of each phase, newest first."""
     found = get_rows(api, "/api/recoveries")
     if json:
         print_json(found)

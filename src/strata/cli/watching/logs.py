@@ -48,18 +48,20 @@ class NotATime(StrataError):
 def logs(
     api: Api = DEFAULT_API,
     json: AsJson = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many lines.")] = 100,
-    level: Annotated[str | None, typer.Option(help="Least severe level: debug, info, warn, error.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Number of lines.")] = 100,
+    level: Annotated[str | None, typer.Option(help="Minimum level: debug, info, warn, error.")] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
     grep: Annotated[
         str | None, typer.Option(help="Only lines that contain this text, ignoring case.")
     ] = None,
-    since: Annotated[str | None, typer.Option(help="Only from then on: 90s, 10m, 2h, 3d ago.")] = None,
-    until: Annotated[str | None, typer.Option(help="Only until then: 90s, 10m, 2h, 3d ago.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue with new lines until Ctrl-C.")
-    ] = False,
+    since: Annotated[
+        str | None, typer.Option(help="Only lines since then: 90s, 10m, 2h or 3d ago, or Unix seconds.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="Only lines until then: 90s, 10m, 2h or 3d ago, or Unix seconds.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines until Ctrl-C.")] = False,
 ) -> None:
     """Show the log of the whole fleet, oldest line first."""
     wanted = {

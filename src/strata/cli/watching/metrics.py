@@ -21,16 +21,14 @@ def metrics(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="A run's id, or a job's name: its latest run.")
     ] = None,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Which metrics; all without any.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names of metrics. [all]")] = None,
     api: Api = DEFAULT_API,
     json: AsJson = False,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="The committed values by step, at most 10,000 of each metric.")
+        bool, typer.Option("--csv", help="Print committed values by step as CSV, at most 10,000 per metric.")
     ] = False,
 ) -> None:
-    """Show what a run has logged with job.log; without a run, which runs there are."""
+    """Show what a run has logged with job.log; without RUN, list the runs."""
     if run is None:
         _list_runs(api, as_json=json)
         return

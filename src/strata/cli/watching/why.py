@@ -40,7 +40,7 @@ class NothingKnown(StrataError):
     def __init__(self, run: str) -> None:
         super().__init__(
             f"No incident of '{run}' is known.",
-            hint="`strata tasks` and `strata workers` show what runs; `strata logs --level error` what was said.",
+            hint="`strata tasks` and `strata workers` list what is running; `strata logs --level error` shows errors.",
         )
 
 
@@ -53,7 +53,7 @@ def why(
     json: AsJson = False,
     every: Annotated[bool, typer.Option("--all", help="Every incident, not only the newest.")] = False,
 ) -> None:
-    """Say why a run failed: what happened, what it cost, what was decided, what to do next."""
+    """Show why a run failed: what happened, what it cost, what was decided, what to do next."""
     query = {"limit": 1_000, **({"run": run} if run else {})}
     try:
         found = get_rows(api, "/api/incidents?" + urlencode(query))
@@ -141,7 +141,7 @@ def _evidence(failure: dict[str, Any]) -> Iterator[Text]:
     yield Text.assemble(("  evidence ", "dim"), f"{rank} ({where})" if where else rank)
     said = [f"exit code {failure['exit_code']}"] if failure["exit_code"] is not None else []
     said += [failure[name] for name in ("replaced", "lost", "left") if failure[name]]
-    said += ["the kernel killed for want of memory"] if failure["oom_killed"] else []
+    said += ["the kernel's OOM killer was active"] if failure["oom_killed"] else []
     error = failure["error"]
     if error is not None:
         step = f" at step {error['step']:,}" if error["step"] else ""

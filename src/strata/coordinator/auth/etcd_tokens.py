@@ -59,5 +59,5 @@ class EtcdTokens:
         except FAILURES as error:
             raise TokensUnreachable(
                 f"Tokens are kept in etcd at {self._log.location.address}, which does not answer: {error}",
-                hint="Retry when etcd has a majority; until then those that are known count.",
+                hint="Retry when etcd has a majority; until then, the tokens known here stay valid.",
             ) from error

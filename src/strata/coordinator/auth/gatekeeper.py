@@ -156,9 +156,9 @@ class Gatekeeper:
         if self._failures.is_blocked(connection.client, digest):
             self._on_failure("throttled")
             raise Forbidden(
-                "There were too many wrong tokens from here.",
+                "Too many wrong tokens came from this address.",
                 status=429,
-                hint="Wait a moment, and use a token that is right.",
+                hint="Wait a few seconds, then use a valid token.",
                 retry_after_s=int(FAILURE_FORGIVEN_S),
             )
         found = self._of_token(token, digest)
@@ -172,7 +172,7 @@ class Gatekeeper:
         if found is None:
             self._wrong(connection)
             raise Forbidden(
-                "This is not a token that counts here.",
+                "This token is not valid here.",
                 status=401,
                 hint="Ask an admin for one: `strata token create --role viewer`. It may have expired or been revoked.",
             )
@@ -224,9 +224,9 @@ class Gatekeeper:
         if role is None:
             self._on_failure("certificate")
             raise Forbidden(
-                f"The certificate of '{certificate.common_name[:100]}' has no role here.",
+                f"The certificate of '{certificate.common_name[:100]}' has no role at this coordinator.",
                 status=403,
-                hint="Add its name to [coordinator.certificate_roles], or make one with `strata certs issue --role …`.",
+                hint="Add its name to [coordinator.certificate_roles], or issue one with `strata certs issue --role …`.",
             )
         return Principal(name=f"certificate {certificate.common_name}", role=role, job=job)
 
@@ -250,7 +250,7 @@ class Gatekeeper:
             return Forbidden(
                 "The token is wrong, has expired or was revoked.",
                 status=401,
-                hint=f"{hint} An admin makes one with `strata token create`.",
+                hint=f"{hint} An admin creates one with `strata token create`.",
             )
         self._on_failure("no_token")
         owner = connection.owner if connection.is_loopback else None
@@ -275,7 +275,7 @@ class Gatekeeper:
         )
         if self._rules.hosts or (by_machine and name not in LOOPBACK_NAMES):
             raise Forbidden(
-                f"The Host '{name[:100]}' is not this coordinator.",
+                f"The Host header '{name[:100]}' does not name this coordinator.",
                 status=403,
                 hint="Use the address it was started with, or add the name to allowed_hosts.",
             )

@@ -31,7 +31,7 @@ HOME_FOLDERS = ("/home", "/Users")
 HOW = (
     'An operator sets data_roots = ["/data", "s3://bucket/prefix"] under [coordinator], or STRATA_DATA_ROOTS.'
 )
-COUNT = "Or give total_samples: then nothing is read here."
+COUNT = "Or pass total_samples: then the coordinator reads nothing."
 
 
 class PathRefused(Forbidden):
@@ -80,15 +80,15 @@ class ReadScope:
             return
         if _is_inside(real, (*SYSTEM, *self.private)) or os.path.basename(real) == ENV_FILE:
             raise PathRefused(
-                f"'{name}' is read for nobody: it belongs to the system or to the coordinator itself.",
-                hint="Put data into a folder of its own.",
+                f"'{name}' is never read: it belongs to the system or to the coordinator itself.",
+                hint="Put the data into a separate folder.",
             )
         if _is_inside(real, self.roots):
             return
         self._require_admin(name)
         if self._is_hidden(real):
             raise PathRefused(
-                f"'{name}' is in a hidden folder of a home, which may hold credentials.",
+                f"'{name}' is in a hidden folder of a home directory, which may hold credentials.",
                 hint=f"Move the data, or name the folder. {HOW}",
             )
 
@@ -168,13 +168,13 @@ def problems_of_roots(roots: Iterable[str], private: Iterable[Path]) -> list[str
             scheme, _, rest = root.partition("://")
             if scheme not in SCHEMES or not rest.strip("/"):
                 problems.append(
-                    f"data_roots: '{root}' is no bucket; write s3://bucket/prefix, gs://… or az://…"
+                    f"data_roots: '{root}' is not a bucket; write s3://bucket/prefix, gs://… or az://…"
                 )
         elif not os.path.isabs(os.path.expanduser(root)):
             problems.append(f"data_roots: '{root}' is not an absolute path")
         elif _is_inside(_resolved(root), (*SYSTEM, *own)):
             problems.append(
-                f"data_roots: '{root}' belongs to the system or to the coordinator; it is read for nobody"
+                f"data_roots: '{root}' belongs to the system or to the coordinator, and is never read"
             )
     return problems
 

@@ -50,9 +50,9 @@ class Principal:
     def require(self, need: Role) -> None:
         if not self.may(need):
             raise Forbidden(
-                f"This is {_article(self.role)} {self.role}'s credential; the call needs {need} or more.",
+                f"This credential has the role {self.role}; the call needs {need} or higher.",
                 status=403,
-                hint=f"Use one with that role: an admin makes it with `strata token create --role {need}`.",
+                hint=f"Use one with that role: an admin creates it with `strata token create --role {need}`.",
             )
 
     def require_job(self, job: JobId) -> None:
@@ -61,7 +61,7 @@ class Principal:
             raise Forbidden(
                 f"This credential is bound to job '{self.job}'; the call is about another one.",
                 status=403,
-                hint="Use a credential of that job, or one that is bound to none.",
+                hint="Use a credential of that job, or one that is not bound to a job.",
             )
 
     def require_fleet(self) -> None:
@@ -70,18 +70,14 @@ class Principal:
             raise Forbidden(
                 f"This credential is bound to job '{self.job}'; the call is about the whole cluster.",
                 status=403,
-                hint=f"Ask about the job (/api/tasks/{self.job}), or use a credential that is bound to none.",
+                hint=f"Ask about the job (/api/tasks/{self.job}), or use a credential that is not bound to a job.",
             )
 
     def require_incarnation(self, incarnation: int) -> None:
         """A worker says which registration it is. Operators, and plain clients of the coordinator's own user, need not."""
         if self.role == "worker" and not incarnation:
             raise Forbidden(
-                "The call does not say which incarnation of the worker makes it.",
+                "The call does not name the worker's incarnation.",
                 status=403,
                 hint="Send the `incarnation` that RegisterWorker answered.",
             )
-
-
-def _article(role: str) -> str:
-    return "an" if role[0] in "aeiou" else "a"

@@ -51,9 +51,9 @@ class SignIns:
         """A code that signs in once, as `principal`, within ten minutes."""
         if principal.by_link:
             raise Forbidden(
-                "Whoever signed in with a link makes no further ones.",
+                "A browser that signed in with a link cannot create links.",
                 status=403,
-                hint="Ask the admin who made yours, or sign in with a token.",
+                hint="Ask the admin who created yours, or sign in with a token.",
             )
         return self._add(self._links, replace(principal, by_link=True), LINK_S, LINKS_LIMIT)
 
@@ -64,7 +64,7 @@ class SignIns:
             raise Forbidden(
                 "This link has been used, or is older than ten minutes.",
                 status=401,
-                hint="Make a new one with `strata dashboard-link`.",
+                hint="Create a new one with `strata dashboard-link`.",
             )
         return self.start(entry.principal)
 

@@ -4,7 +4,7 @@ A token is shown once, when it is created; the file holds its SHA-256 alone, whi
 bits. `tokens.json` in the data directory is private, written atomically under a lock, and read again whenever it changes, so
 that `strata token` works beside a running coordinator and without one.
 
-Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes is there, or gone, before that is
+Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes exists, or not, before that is
 answered, and every other brings its own file up to date a second later (`TokenStore.sync`). The file says which tokens it had in
 common with the others when it was last brought up to date: what is in it beyond those was created here meanwhile, and what is
 missing was revoked here, by `strata token --data-dir` say. So neither a token nor its end is lost, whoever was away.
@@ -112,7 +112,7 @@ def as_role(text: str) -> Role:
     for role in ROLES:
         if role == text:
             return role
-    raise InvalidArgument("role", f"'{text[:40]}' is not one.", hint=f"There are {', '.join(ROLES)}.")
+    raise InvalidArgument("role", f"'{text[:40]}' is not a role.", hint=f"Choose from {', '.join(ROLES)}.")
 
 
 class SharedTokens(Protocol):
@@ -410,6 +410,6 @@ def _private_key(path: Path) -> bytes:
     if len(key) != KEY_BYTES:
         raise TokenFileError(
             f"{path} holds {len(key)} bytes, not a key of {KEY_BYTES}.",
-            hint="Remove it: a new one is made, and tasks that run now can no longer reach the coordinator.",
+            hint="Remove it: a new one is created, and tasks that are running can no longer reach the coordinator.",
         )
     return key

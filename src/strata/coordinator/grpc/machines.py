@@ -198,7 +198,7 @@ class Machines:
                     self._sessions.close(session)
             case "hello" | "machine":
                 raise InvalidArgument(
-                    "message", "is a second hello.", hint="Open a stream for each worker or machine."
+                    "message", "was sent twice.", hint="Open a stream for each worker or machine."
                 )
             case _:
                 return await self._take_for(machine, message)
@@ -228,7 +228,7 @@ class Machines:
             member = cluster.membership.admit(worker_id, incarnation=attach.incarnation)
             machine.caller.require_job(member.spec.job_id)
         except (Refused, Forbidden) as refusal:
-            # One that is refused does not cost the others their stream: by itself it hears why.
+            # One that is refused does not cost the others their stream: it alone is told why.
             if isinstance(refusal, Stale | Unknown):
                 answer = wire.stale(refusal)
             else:
@@ -328,26 +328,26 @@ class Machines:
         machine: MachineSession, request: pb.WaitBarrierRequest, calls: list[Call], ended: Outcome
     ) -> None:
         message = pb.CoordinatorMessage()
-        told = message.outcomes
-        told.outcome.outcome.CopyFrom(wire.barrier_outcome(ended, 0))
-        outcome = told.outcome.outcome
+        batch = message.outcomes
+        batch.outcome.outcome.CopyFrom(wire.barrier_outcome(ended, 0))
+        outcome = batch.outcome.outcome
         if not outcome.released:
             outcome.reason = barrier_text(request, outcome.reason)
-            told.outcome.error_code = "barrier_broken"
+            batch.outcome.error_code = "barrier_broken"
         for number, call_id, order in calls:
-            told.members.append(number)
-            told.call_ids.append(call_id)
-            told.orders.append(order)
+            batch.members.append(number)
+            batch.call_ids.append(call_id)
+            batch.orders.append(order)
         machine.push(message)
 
     @staticmethod
     def _refuse(machine: MachineSession, callers: list[tuple[int, bytes]], refusal: StrataError) -> None:
         message = pb.CoordinatorMessage()
-        told = message.outcomes
-        told.outcome.outcome.reason = str(refusal)
-        told.outcome.error_code = refusal.code
-        told.outcome.error_cause = refusal.cause if isinstance(refusal, Refused) else ""
-        told.members.extend(number for number, _ in callers)
-        told.call_ids.extend(call_id for _, call_id in callers)
-        told.orders.extend(0 for _ in callers)
+        batch = message.outcomes
+        batch.outcome.outcome.reason = str(refusal)
+        batch.outcome.error_code = refusal.code
+        batch.outcome.error_cause = refusal.cause if isinstance(refusal, Refused) else ""
+        batch.members.extend(number for number, _ in callers)
+        batch.call_ids.extend(call_id for _, call_id in callers)
+        batch.orders.extend(0 for _ in callers)
         machine.push(message)

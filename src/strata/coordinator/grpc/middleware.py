@@ -85,7 +85,7 @@ async def read_hello(context: Context, *, of: str, named: str, also: str = "") -
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             first = await next_message(context)
     except TimeoutError:
-        raise InvalidArgument("hello", "did not come.", hint=hint) from None
+        raise InvalidArgument("hello", "is missing.", hint=hint) from None
     body = first.WhichOneof("body") if first is not None else None
     if body is None or body not in ("hello", also):
         raise InvalidArgument("hello", f"must be the first message of {of}.", hint=hint)

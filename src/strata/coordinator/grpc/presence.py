@@ -167,7 +167,7 @@ class Agents:
             return
         if message.WhichOneof("body") != "goodbye":
             raise InvalidArgument(
-                "message", "must be a goodbye: an agent says nothing else.", hint="Send Goodbye, or nothing."
+                "message", "must be a goodbye: an agent sends nothing else.", hint="Send Goodbye, or nothing."
             )
         stream.said_goodbye = True
 
@@ -246,7 +246,7 @@ class Agents:
         stream.leave_by_s = asyncio.get_running_loop().time() + left_s
 
     def _let_stay(self, event: HostUndrained) -> None:
-        """Those that leave already are not held up; one that has not heard of it stays."""
+        """Those that leave already are not held up; one that was not notified stays."""
         for meeting in self._meetings.values():
             for stream in meeting.streams:
                 if stream.host == event.host and stream.leave_by_s is not None:

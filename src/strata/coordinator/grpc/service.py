@@ -270,8 +270,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         entry = datasets.plans.get(key)
         if entry is None:
             raise Overloaded(
-                f"The plan of epoch {request.epoch} was dropped for those of other epochs meanwhile.",
-                hint="Ask again.",
+                f"The plan of epoch {request.epoch} was replaced by plans of other epochs meanwhile.",
+                hint="Retry.",
             )
         plan = entry.plan
         generation = cluster.membership.job_generations[job]
@@ -473,7 +473,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise Forbidden(
                 f"The job '{caller.job}' has no worker on the machine '{host}'.",
                 status=403,
-                hint="An agent speaks for its own machine, once its workers have registered.",
+                hint="An agent may report only for its own machine, once its workers have registered.",
             )
 
     # --- values ---------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         await self._streams.serve(context)
 
     async def _require_leading(self, context: Context) -> None:
-        """Streams are the leader's alone. Who may not call at all is not told who leads."""
+        """Streams are the leader's alone. A caller without access does not learn who leads."""
         try:
             if self.standing.role != "leader":
                 self.access.identify(context)
@@ -535,7 +535,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             raise Forbidden(
                 f"Worker '{member.spec.worker_id}' is not one of job '{caller.job}', which this credential is bound to.",
                 status=403,
-                hint="Choose another worker id: other jobs' ids are not yours to take.",
+                hint="Choose another worker id: this one belongs to another job.",
             )
 
 

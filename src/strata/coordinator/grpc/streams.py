@@ -236,7 +236,7 @@ class Streams:
             return
         self._on_metrics(session.job_id, batch)
         if self._run_history is None:
-            kept.refused = "The coordinator has no place on disk for metrics of runs."
+            kept.refused = "The coordinator has no disk space for metrics of runs."
             answer()
             return
         self._run_history.put(run or session.job_id, session.job_id, batch, answer_later)

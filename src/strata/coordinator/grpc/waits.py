@@ -83,7 +83,7 @@ class Waits:
         if len(waits) >= at_most:
             raise Overloaded(
                 f"This worker has {len(waits)} calls waiting at barriers, which is the limit.",
-                hint="Wait for some of them to end before making more.",
+                hint="Wait for some of them to end first.",
             )
         wait = Wait(self, worker_id, deliver, owner)
         waits.add(wait)

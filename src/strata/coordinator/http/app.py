@@ -62,7 +62,7 @@ ROUTERS = (
 _ERRORS: Responses = {
     status: {"model": ErrorBody, "description": meaning}
     for status, meaning in {
-        307: "This coordinator is a standby; the call is taken at the address in Location",
+        307: "This coordinator is a standby; send the call to the address in Location",
         400: "The request is not well-formed",
         401: "A token is required",
         403: "Not allowed",
@@ -79,7 +79,7 @@ def create_app(runtime: Runtime, gatekeeper: Gatekeeper, audit_log: AuditLog) ->
     app = FastAPI(
         title="Strata coordinator",
         version=strata.__version__,
-        description="Who is alive, who reads which data, which checkpoint is safe. Times are Unix seconds.",
+        description="Workers, datasets, checkpoints, tasks and incidents of a training fleet. Times are Unix seconds.",
         responses=_ERRORS,
         docs_url=None,
         redoc_url=None,

@@ -55,7 +55,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(
                 503,
                 "overloaded",
-                f"There are {self.most_per_client:,} connections from here already, which is the limit for one client.",
+                f"This client has {self.most_per_client:,} connections already, which is the limit.",
                 "Close some, or raise max_connections_per_client.",
             )
         elif self._most is not None and len(self.connections) > self._most:
@@ -121,7 +121,7 @@ class HttpConnection(HttpToolsProtocol):
             408,
             "too_slow",
             f"The request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s.",
-            "Send it in one go.",
+            "Send it in one piece.",
         )
 
     def _refuse(self, status: int, code: str, message: str, hint: str) -> None:

@@ -192,7 +192,7 @@ class MetricsOnly:
         if scope["type"] == "http" and scope["path"] not in ("/api/health", "/metrics"):
             body = ErrorBody(
                 code="not_found",
-                message="This port has /api/health and /metrics alone.",
+                message="This port serves only /api/health and /metrics.",
                 hint="Use the port of the API for everything else.",
             )
             await json_response(body.model_dump(), status=404)(scope, receive, send)
@@ -335,7 +335,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RecursionError)
     async def too_deep(request: Request, error: Exception) -> Response:
         body = ErrorBody(
-            code="malformed", message="The body is nested too deeply.", hint="Send plainer JSON."
+            code="malformed", message="The body is nested too deeply.", hint="Send less deeply nested JSON."
         )
         return json_response(body.model_dump(), status=400)
 
@@ -358,7 +358,7 @@ def _too_slow() -> Response:
     body = ErrorBody(
         code="too_slow",
         message=f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.",
-        hint="Send it in one go.",
+        hint="Send it in one piece.",
     )
     return json_response(body.model_dump(), status=408, headers={"Connection": "close"})
 

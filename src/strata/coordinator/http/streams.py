@@ -40,9 +40,7 @@ class StreamSlots:
         # Behind a proxy all have one address, and a shared token one name.
         client = f"{connection.client} {principal.name}"
         if self._taken[client] >= self._most_per_client:
-            raise self._refusal(
-                f"There are {self._most_per_client:,} readers of {self._what} from here already"
-            )
+            raise self._refusal(f"This client has {self._most_per_client:,} readers of {self._what} already")
         if self._taken.total() >= self._most:
             raise self._refusal(f"There are {self._most:,} readers of {self._what} already")
         return _Held(_while_allowed(chunks, gatekeeper, principal), self._taken, client)

@@ -25,7 +25,7 @@ LIMITS = ChildLimits(memory_bytes=4 << 30, cpu_s=6 * 3_600, wall_s=6 * 3_600.0)
 DAMAGES_SHOWN = 20
 LIST_HINT = "GET /api/checkpoints (or: strata checkpoints) lists the known ones."
 SEE_HINT = (
-    "The coordinator can verify what it can read itself: a path on its machine, or a bucket it may read."
+    "The coordinator verifies only what it can read: a path on its machine, or a bucket it has access to."
 )
 
 
@@ -84,7 +84,7 @@ class Verifications:
                 status="verifying",
                 size_bytes=record.size_bytes,
                 damages=[],
-                reason="verification in progress; ask again for the outcome",
+                reason="verification in progress; retry for the outcome",
             )
         self._started.pop((checkpoint_id, scope), None)
         found = work.result()
@@ -99,7 +99,7 @@ class Verifications:
         if len(self._started) >= AT_ONCE:
             raise Overloaded(
                 f"{AT_ONCE} checkpoints are being verified, which is the limit.",
-                hint="Try again when one is done.",
+                hint="Retry when one is done.",
             )
         work = asyncio.create_task(self._verify(record, scope), name="verifying")
         work.add_done_callback(_retrieve_exception)

@@ -159,7 +159,7 @@ def _opened(path: str, scope: ReadScope) -> Iterator[str]:
     try:
         scope.check_opened(fd, shown=path)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"'{path}' is no regular file")
+            raise OSError(f"'{path}' is not a regular file")
         yield f"/dev/fd/{fd}"
     finally:
         os.close(fd)
@@ -179,7 +179,7 @@ def _verify(request: Request, scope: ReadScope) -> dict[str, Any]:
     try:
         manifest = Catalog(store).read(key)
         if manifest.checkpoint_id != request["checkpoint_id"]:
-            return {"missing": f"another checkpoint is there: {manifest.checkpoint_id}"}
+            return {"missing": f"found another checkpoint there: {manifest.checkpoint_id}"}
         verified = verify_entry(store, Entry(key=key, manifest=manifest))
     except Damaged as error:
         return {"missing": error.reason}

@@ -25,7 +25,7 @@ from strata.core.messages import DatasetSpec, FileSpan, InvalidArgument, WorkerI
 POSITION = "data_position"
 """The metric by which a worker that reads in global order says where it is."""
 LIMITS = ChildLimits()
-COUNT_HINT = "Give total_samples when only the workers can see the files, or when counting takes long."
+COUNT_HINT = "Pass total_samples if only the workers can see the files, or if counting takes long."
 PREVIEW_HINT = "A preview needs a path that the coordinator can see."
 
 Counted = tuple[int, tuple[FileSpan, ...]]
@@ -63,7 +63,7 @@ class DatasetInspection:
             return total_samples, ()
         if format in TOKEN_FORMATS:
             raise InvalidArgument(
-                "total_samples", "is missing.", hint="Say how many sequences the index has."
+                "total_samples", "is missing.", hint="Pass the number of sequences in the index."
             )
         scope = self._rules.scope_of(caller)
         key = (path, format, scope)

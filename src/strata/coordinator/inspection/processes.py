@@ -123,7 +123,7 @@ class InspectionProcesses:
     async def _turn(self, client: str) -> AsyncIterator[None]:
         if self._calls.get(client, 0) > WAITING_LIMIT:
             raise Overloaded(
-                f"{WAITING_LIMIT} calls from here wait for files to be read already, which is the limit.",
+                f"{WAITING_LIMIT} calls of this client already wait for files to be read, which is the limit.",
                 hint="Wait for their answers.",
             )
         self._calls[client] = self._calls.get(client, 0) + 1
@@ -177,7 +177,7 @@ def child_environment(
 
 def _decoded(body: bytes) -> dict[str, Any] | None:
     if len(body) > ANSWER_LIMIT_BYTES:
-        return {"error": f"gives an answer of more than {ANSWER_LIMIT_BYTES >> 20} MiB."}
+        return {"error": f"gives more than {ANSWER_LIMIT_BYTES >> 20} MiB of output."}
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -191,7 +191,7 @@ def _end_of(code: int, limits: ChildLimits) -> str:
     if code == -signal.SIGXCPU:
         return f"it takes more than {limits.cpu_s} s of processor time"
     if code == -signal.SIGKILL:
-        return f"its reader was killed, perhaps because it needs more than {memory}"
+        return f"its reader was killed, perhaps because the file needs more than {memory}"
     if code < 0:
-        return f"its reader died of {signal.Signals(-code).name}: it is damaged, or needs more than {memory}"
+        return f"its reader was killed by {signal.Signals(-code).name}: the file is damaged, or needs more than {memory}"
     return f"its reader ended with status {code}"

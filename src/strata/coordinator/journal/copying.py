@@ -36,7 +36,7 @@ def copy_journal(source: Place, target: Place, *, progress: Progress) -> Copied:
     """Raises `JournalError`."""
     if isinstance(source, Path) and not (source / JOURNAL_NAME).exists():
         raise JournalError(
-            f"There is no journal in {source}.", hint="Name the --data-dir that `strata serve` was given."
+            f"There is no journal in {source}.", hint="Pass the --data-dir that `strata serve` was given."
         )
     with _opened(source) as journal:
         events = list(_counted(journal.load(), "read", progress))
@@ -44,11 +44,11 @@ def copy_journal(source: Place, target: Place, *, progress: Progress) -> Copied:
         if next(iter(journal.load()), None) is not None:
             raise JournalError(
                 f"The journal {journal} is not empty.",
-                hint="Name a folder, or a prefix in etcd, that no coordinator has used: nothing is overwritten.",
+                hint="Choose a folder, or a prefix in etcd, that no coordinator has used: nothing is overwritten.",
             )
         journal.snapshot(_counted(events, "written", progress))
         if list(_counted(journal.load(), "verified", progress)) != events:
-            raise JournalError(f"The journal {journal} does not hold what was written to it.")
+            raise JournalError(f"The journal {journal} differs from what was written to it.")
     return Copied(events=len(events), size_bytes=sum(map(codec.size_bytes, events)))
 
 

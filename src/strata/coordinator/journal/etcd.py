@@ -106,16 +106,18 @@ def parse_location(
     and, for files that cannot be used, `OSError`."""
     parts = urlsplit(journal)
     if parts.scheme not in SCHEMES or not parts.netloc or parts.query or parts.fragment:
-        raise ValueError(f"'{journal}' is no journal in etcd; write etcd://host1:2379,host2:2379,host3:2379")
+        raise ValueError(
+            f"'{journal}' is not a journal in etcd; write etcd://host1:2379,host2:2379,host3:2379"
+        )
     if "@" in parts.netloc:
-        raise ValueError("a password does not belong into an address; set etcd_user and etcd_password")
+        raise ValueError("an address must not contain a password; set etcd_user and etcd_password")
     endpoints = []
     for part in parts.netloc.split(","):
         host, separator, port = part.rpartition(":")
         if not separator or part.endswith("]"):
             host, port = part, str(DEFAULT_PORT)
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"'{part}' is no address of etcd; write host:2379")
+            raise ValueError(f"'{part}' is not an etcd address; write host:2379")
         endpoints.append((host.strip("[]"), int(port)))
     secure = parts.scheme == "etcds" or ca is not None or cert is not None
     files = [str(file) if file is not None else None for file in (ca, cert, key)]
@@ -504,7 +506,7 @@ class EtcdJournal:
             except ConnectionError:
                 raise self.unreachable(error) from error
             log.warning(
-                "etcd at %s has no majority (%s): this is what one member has, and nothing can be changed",
+                "etcd at %s has no majority (%s): showing the state of one member, read-only",
                 self.location.address,
                 error,
             )
@@ -518,7 +520,7 @@ class EtcdJournal:
                 time.sleep(
                     FIRST_PAUSE_S
                 )  # A snapshot was taken meanwhile, or another member does not have this revision yet.
-        raise ConnectionError("etcd has cleared its history faster than it could be read")
+        raise ConnectionError("etcd compacted its history faster than it could be read")
 
     def _load_at_one_revision(self, *, serializable: bool) -> list[Event]:
         self._check_format(serializable=serializable)
@@ -530,7 +532,7 @@ class EtcdJournal:
         if pointer is not None:
             body = self.log.pieces(pointer, revision=revision, serializable=serializable)
             if hashlib.sha256(body).hexdigest() != pointer.digest:
-                raise self._damaged(f"has a snapshot ({pointer.snapshot}) that is not what was written")
+                raise self._damaged(f"has a damaged snapshot ({pointer.snapshot})")
             for batch in self._frames(body):
                 events += self._decode(batch)
             self._snapshot_position = pointer.position
@@ -548,7 +550,7 @@ class EtcdJournal:
         except Gap as gap:
             raise self._damaged(f"has lost events: {gap}") from gap
         except ValueError as error:
-            raise self._damaged(f"cannot be right: {error}") from error
+            raise self._damaged(f"is inconsistent: {error}") from error
         if is_new:
             self._count(record)
         return self._decode(body) if body is not None else []
@@ -570,7 +572,7 @@ class EtcdJournal:
         while start < len(body):
             end = start + FRAME_BYTES + int.from_bytes(body[start : start + FRAME_BYTES], "big")
             if end > len(body):
-                raise self._damaged("has a snapshot that ends in the middle")
+                raise self._damaged("has an incomplete snapshot")
             yield body[start + FRAME_BYTES : end]
             start = end
 
@@ -602,9 +604,7 @@ class EtcdJournal:
             if fate == "deposed":
                 raise self._deposed("another coordinator leads")
             if fate == "foreign":
-                raise self._damaged(
-                    f"has a record at position {record.position} that nobody can have written"
-                )
+                raise self._damaged(f"has an impossible record at position {record.position}")
             self._count(record)
 
     def snapshot(self, events: Iterable[Event]) -> None:
@@ -704,7 +704,7 @@ class EtcdJournal:
         try:
             return self.log.agree(name, value)
         except FAILURES as error:
-            log.warning("it is not known whether other coordinators use the same %s: %s", name, error)
+            log.warning("cannot check whether other coordinators use the same %s: %s", name, error)
             return value
 
     # --- errors ---------------------------------------------------------------------------------------------
@@ -719,7 +719,7 @@ class EtcdJournal:
             )
 
     def _deposed(self, why: str) -> Deposed:
-        return Deposed(f"This coordinator no longer leads: {why}.", hint="It starts again as a standby.")
+        return Deposed(f"This coordinator no longer leads: {why}.", hint="It restarts as a standby.")
 
     def _damaged(self, what: str) -> JournalError:
         return JournalError(
@@ -730,7 +730,7 @@ class EtcdJournal:
     def unreachable(self, error: Exception) -> JournalError:
         return JournalError(
             f"The journal {self} cannot be reached: {error}.",
-            hint="Is etcd running, and are these its client addresses? Ask it: etcdctl --endpoints "
+            hint="Check that etcd is running and that these are its client addresses: etcdctl --endpoints "
             f"{self.location.address} endpoint health",
         )
 
@@ -849,8 +849,8 @@ class EtcdSpace:
         disarm = " and `etcdctl alarm disarm`" if self.is_closed else ""
         return (
             f"etcd at {self._log.location.address} has no space left{used}.",
-            f"Compact it and run `etcdctl defrag --cluster`{disarm}, or raise --quota-backend-bytes; changes are accepted again by "
-            "themselves. Reading, heartbeats and running training continue.",
+            f"Compact it and run `etcdctl defrag --cluster`{disarm}, or raise --quota-backend-bytes; changes are "
+            "accepted again automatically. Reading, heartbeats and running training continue.",
         )
 
     def look(self) -> None:
@@ -909,7 +909,7 @@ def _record(kv: dict[str, Any]) -> Record:
         return Record(position=_position(kv), term=term, batch=batch, part=part, parts=parts, body=body)
     except (ValueError, msgspec.MsgspecError) as error:
         raise JournalError(
-            f"{decode(kv['key']).decode(errors='replace')} in etcd is no record of a journal: {error}.",
+            f"{decode(kv['key']).decode(errors='replace')} in etcd is not a record of a journal: {error}.",
             hint="Restore etcd from a copy, or start with another prefix: etcd://HOSTS/PREFIX.",
         ) from error
 

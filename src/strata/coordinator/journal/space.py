@@ -51,7 +51,7 @@ class Space:
         return (
             f"The coordinator's disk is full: {megabytes(self.free_bytes)} are free in {self.folder}, and changes need "
             f"{megabytes(self.low_bytes)}.",
-            "Free some space there; changes are accepted again by themselves. Reading, heartbeats and running "
+            "Free some space there; changes are accepted again automatically. Reading, heartbeats and running "
             "training continue.",
         )
 

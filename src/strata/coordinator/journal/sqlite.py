@@ -113,7 +113,7 @@ class SqliteJournal:
             query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
             for seq, kind, body in self._db.execute(query, (last,)):
                 if seq != last + 1:
-                    raise _damaged(self.path, f"has lost events: after {last} comes {seq}")
+                    raise _damaged(self.path, f"has lost events: {seq} follows {last}")
                 last = seq
                 yield _decode(self.path, kind, body)
         except sqlite3.DatabaseError as error:
@@ -364,7 +364,11 @@ def open_or_put_aside(path: Path, schema: str, *, what: str) -> sqlite3.Connecti
     except sqlite3.DatabaseError as error:
         aside = path.with_name(f"{path.name}.unreadable-{time.time_ns() // 1_000_000_000}")
         log.warning(
-            "%s %s cannot be read (%s); it is kept as %s and a new one started", what, path, error, aside.name
+            "%s %s cannot be read (%s); it is kept as %s, and a new one is created",
+            what,
+            path,
+            error,
+            aside.name,
         )
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
@@ -411,10 +415,14 @@ def _make_private(data_dir: Path) -> None:
     if (data_dir / JOURNAL_NAME).exists():
         with suppress(PermissionError):
             data_dir.chmod(0o700)
-            log.info("the data directory %s was open to others (mode %o); it is closed now", data_dir, mode)
+            log.info(
+                "the data directory %s was readable by other users (mode %o); its permissions are fixed now",
+                data_dir,
+                mode,
+            )
             return
     log.warning(
-        "the data directory %s is open to other users (mode %o); close it with: chmod 700 %s",
+        "the data directory %s is readable by other users (mode %o); fix it with: chmod 700 %s",
         *(data_dir, mode, data_dir),
     )
 
@@ -434,6 +442,6 @@ def lock_directory(data_dir: Path) -> int:
         os.close(lock)
         raise JournalError(
             f"Another coordinator is using {data_dir}.",
-            hint="Stop it first, or give this one a --data-dir of its own.",
+            hint="Stop it first, or pass another --data-dir.",
         ) from error
     return lock

@@ -60,7 +60,7 @@ class SearchTooLong(StrataError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"The search took longer than {SEARCH_LIMIT_S:.0f} s.",
+            f"The search exceeded {SEARCH_LIMIT_S:.0f} s.",
             hint="Narrow it down: name a task, a worker, a level or a time (since).",
         )
 

@@ -169,8 +169,8 @@ class LogStore:
                 task_id = name if kind == "task" else budget.task_id
                 self.add(
                     level="warn",
-                    message=f"{budget.dropped:,} log lines of '{name}' were dropped: more came than the "
-                    f"{self._lines_per_second:,} a second that are kept",
+                    message=f"{budget.dropped:,} log lines of '{name}' were dropped: the limit is "
+                    f"{self._lines_per_second:,} lines per second",
                     source="coordinator",
                     at_s=time.time(),
                     worker_id=budget.worker_id,
@@ -183,8 +183,8 @@ class LogStore:
         if refused > self._refused_reported:
             self.add(
                 level="warn",
-                message=f"{refused - self._refused_reported:,} log lines are not on disk, which did not keep up; the "
-                f"newest {self._entries_kept:,} lines can be read meanwhile",
+                message=f"{refused - self._refused_reported:,} log lines are not on disk, which was too slow; the newest "
+                f"{self._entries_kept:,} lines can still be read",
                 source="coordinator",
                 at_s=time.time(),
             )

@@ -76,7 +76,9 @@ class StorageCollector(Collector):
             "Compactions of the journal in the background",
             value=self._engine.compactions_total,
         )
-        objects = GaugeMetricFamily("strata_objects", "What the coordinator remembers", labels=["kind"])
+        objects = GaugeMetricFamily(
+            "strata_objects", "Objects that the coordinator keeps in memory", labels=["kind"]
+        )
         for kind, count in views.objects(self._engine.cluster).items():
             objects.add_metric([kind], count)
         yield objects
@@ -93,10 +95,10 @@ class LeadershipCollector(Collector):
         yield GaugeMetricFamily(
             "strata_leader", "Whether this coordinator leads", value=standing.role == "leader"
         )
-        yield GaugeMetricFamily("strata_leader_term", "The term of whoever leads", value=standing.term)
+        yield GaugeMetricFamily("strata_leader_term", "Term of the current leader", value=standing.term)
         yield CounterMetricFamily(
             "strata_elections",
-            "Times that a coordinator began to lead while this one looked on",
+            "Elections of a leader seen by this coordinator",
             value=standing.elections_total,
         )
         yield GaugeMetricFamily(
@@ -119,7 +121,7 @@ class ArchiveCollector(Collector):
         )
         yield GaugeMetricFamily(
             "strata_archive_waiting_bytes",
-            "What is kept on disk for the archive",
+            "Bytes on disk that wait for the archive",
             value=archive.outbox.waiting_bytes,
         )
         for name, about, count in (
@@ -127,7 +129,7 @@ class ArchiveCollector(Collector):
             ("strata_archive_failures", "Times that the archive could not be used", archive.failures_total),
             (
                 "strata_archive_lost",
-                "Records of logs and metrics that are on this disk alone: too many waited",
+                "Records of logs and metrics that are only on this disk: the backlog was full",
                 archive.outbox.lost_total,
             ),
         ):
@@ -164,7 +166,7 @@ class JobCollector(Collector):
         )
         yield gauge(
             "strata_job_sync_wait_seconds",
-            "Part of a step that ranks wait for each other, median over the ranks",
+            "Share of a step spent waiting for other ranks, median over the ranks",
             lambda f: f.sync_wait_s,
         )
         yield gauge("strata_job_step", "Steps completed, by the furthest rank", lambda f: f.step)

@@ -86,21 +86,21 @@ class CoordinatorMetrics:
         )
         self._recovery_phases = Counter(
             "strata_recovery_phase_seconds",
-            "Where the time of recoveries went",
+            "Duration of recoveries by phase",
             ["phase"],
             registry=self.registry,
         )
         self._lost_steps = Counter(
-            "strata_recovery_lost_steps", "Steps that had to be repeated", registry=self.registry
+            "strata_recovery_lost_steps", "Steps lost in recoveries", registry=self.registry
         )
-        self._events = Counter("strata_events", "Facts decided", registry=self.registry)
+        self._events = Counter("strata_events", "Events decided", registry=self.registry)
         self.event_readers = Gauge(
             "strata_event_readers", "Readers of the event stream", registry=self.registry
         )
         self.tasks = Gauge("strata_tasks", "Tasks by status", ["status"], registry=self.registry)
         self._notifications = Counter(
             "strata_notifications",
-            "Notifications by what became of them at a channel",
+            "Notifications by channel and outcome",
             ["outcome"],
             registry=self.registry,
         )

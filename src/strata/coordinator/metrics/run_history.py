@@ -454,7 +454,7 @@ class RunHistory(DatabaseWriter):
         except sqlite3.Error as error:
             self._read_tails()
             self._outage.start(
-                f"metrics of runs cannot be written to {self.path}, workers keep them meanwhile: {error}"
+                f"metrics of runs cannot be written to {self.path}; workers keep them until they can: {error}"
             )
 
     def _take_in(self, imported: _Import) -> None:
@@ -568,7 +568,7 @@ class RunHistory(DatabaseWriter):
         try:
             self._make_columns(run, is_late=is_late)
         except ValueError as error:
-            log.warning("the history of a run is damaged (%s) and begins anew", error)
+            log.warning("the history of a run is damaged (%s) and starts over", error)
             self._forget(run)
 
     def _make_columns(self, run: int, *, is_late: bool) -> None:

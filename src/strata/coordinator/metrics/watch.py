@@ -269,7 +269,7 @@ class Watch:
             try:
                 known = msgspec.json.decode(body, type=list[views.JobView])
             except msgspec.DecodeError as error:
-                log.warning("what earlier jobs reported last is lost: %s", error)
+                log.warning("the last reports of earlier jobs are lost: %s", error)
             else:
                 self._last = {JobId(each.id): each for each in known}
 

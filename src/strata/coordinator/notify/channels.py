@@ -167,7 +167,7 @@ def _post(channel: Channel, notification: Notification, link: str) -> Sent:
         reason = getattr(error, "reason", None) or error
         name = getattr(reason, "strerror", None) or type(reason).__name__
         is_for_good = isinstance(error, ValueError) and not isinstance(error, OSError)
-        return Sent(error=f"nobody could be reached there ({name})", again=not is_for_good)
+        return Sent(error=f"the address could not be reached ({name})", again=not is_for_good)
 
 
 def _refused(error: urllib.error.HTTPError) -> Sent:
@@ -175,7 +175,7 @@ def _refused(error: urllib.error.HTTPError) -> Sent:
     after = error.headers.get("Retry-After", "") if error.headers else ""
     after_s = min(RETRY_AFTER_MOST_S, float(after)) if after.isascii() and after.isdecimal() else 0.0
     said = http.client.responses.get(error.code, "")
-    what = "it sent us elsewhere, which is not followed" if 300 <= error.code < 400 else "it refused"
+    what = "it answered with a redirect, which is not followed" if 300 <= error.code < 400 else "it refused"
     return Sent(error=f"{what} ({error.code} {said})".replace(" )", ")"), again=again, after_s=after_s)
 
 
@@ -198,7 +198,7 @@ def _send_mail(channel: Channel, notification: Notification, link: str) -> Sent:
     except smtplib.SMTPRecipientsRefused as error:
         codes = [code for code, _ in error.recipients.values()]
         return Sent(
-            error=f"it takes none of the recipients ({codes[0] if codes else '?'})",
+            error=f"the mail server rejected all recipients ({codes[0] if codes else '?'})",
             again=all(c < 500 for c in codes),
         )
     except smtplib.SMTPResponseException as error:
@@ -211,14 +211,14 @@ def _send_mail(channel: Channel, notification: Notification, link: str) -> Sent:
             error=f"the mail server refused ({error.smtp_code} {said})", again=400 <= error.smtp_code < 500
         )
     except smtplib.SMTPNotSupportedError as error:
-        return Sent(error=f"the mail server cannot do what is configured: {error}")
+        return Sent(error=f"the mail server does not support the configuration: {error}")
     except (smtplib.SMTPException, OSError) as error:
         name = getattr(error, "strerror", None) or type(error).__name__
         return Sent(error=f"the mail server could not be reached ({name})", again=True)
     except ValueError as error:
         return Sent(error=f"the mail could not be written: {error}")
     if refused:
-        return Sent(error=f"{len(refused)} of {len(channel.to)} recipients were refused")
+        return Sent(error=f"{len(refused)} of {len(channel.to)} recipients were rejected")
     return Sent()
 
 

@@ -197,7 +197,9 @@ class _Outbox:
                 break
             if is_first:
                 is_first = False
-                log.warning("channel %s does not take a notification yet: %s", channel.name, sent.error)
+                log.warning(
+                    "channel %s did not accept a notification; retrying: %s", channel.name, sent.error
+                )
         with self._changed:
             self._failed += 1
         self._count("failed")
@@ -299,7 +301,7 @@ class Notifier:
         outboxes = [outbox for outbox in self._outboxes if name in (None, outbox.channel.name)]
         if name is not None and not outboxes:
             known = ", ".join(outbox.channel.name for outbox in self._outboxes) or "none"
-            raise Unknown("channel", name, hint=f"Configured are: {known}.")
+            raise Unknown("channel", name, hint=f"Configured channels: {known}.")
         text = "If you can read this, notifications of this channel work."
         notification = _test(text, time.time())
         errors = await asyncio.gather(*(asyncio.to_thread(each.attempt, notification) for each in outboxes))
@@ -396,7 +398,7 @@ class Notifier:
             try:
                 self.notifications.load(body)
             except ValueError as error:
-                log.warning("what was notified before is lost: %s", error)
+                log.warning("the history of notifications is lost: %s", error)
 
 
 def _test(text: str, now_s: float) -> Notification:

@@ -274,14 +274,14 @@ def _wrong_url(kind: Kind, url: str, at: str) -> list[str]:
     if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
         return [f"{at}.url must be an address that begins with https:// (what was given is not shown)"]
     if parts.scheme == "http" and kind != "webhook" and not is_loopback(host):
-        return [f"{at}.url must begin with https://: on the way to {host} others could read it"]
+        return [f"{at}.url must begin with https://: without TLS, others could read it on the way to {host}"]
     return []
 
 
 def _wrong_mail(values: Mapping[str, Any], at: str) -> list[str]:
     wrong = []
     if not values["to"]:
-        wrong.append(f"{at}.to must name somebody")
+        wrong.append(f"{at}.to must name at least one recipient")
     wrong += [
         f"{at}: '{address[:64]}' is not an e-mail address"
         for address in (values["from"], *values["to"])

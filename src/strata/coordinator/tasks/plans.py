@@ -57,7 +57,7 @@ class Planner:
         kept = self.secrets.read(spec.task_id) if recipe.secrets else {}
         if missing := [key for key in recipe.secrets if config.get(key) == SECRET_SHOWN and key not in kept]:
             raise LaunchFailed(
-                f"The secrets {', '.join(missing)} of task '{spec.task_id}' are no longer there.",
+                f"The secrets {', '.join(missing)} of task '{spec.task_id}' no longer exist.",
                 hint="Submit the task again.",
             )
         coordinators = ",".join([self.coordinator, *self.elsewhere()])

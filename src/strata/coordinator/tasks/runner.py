@@ -100,7 +100,7 @@ class TaskRunner:
         self._retry_mono_s: dict[TaskId, float] = {}
         self._assemblers: dict[str, dict[tuple[int | None, str], LineAssembler]] = {}
         self._known: dict[str, dict[tuple[str | None, str], float]] = {}
-        """By adopted run: the moment of each stream's newest line in the log."""
+        """By adopted run: the timestamp of each stream's newest line in the log."""
         self._conceal: dict[str, Concealer] = {}
         """By run: what hides its secrets."""
         self._endings: set[asyncio.Task[None]] = set()
@@ -127,7 +127,7 @@ class TaskRunner:
                 except Unavailable:
                     pass  # The coordinator is stopping, or has too much to do for a moment.
                 except StrataError as error:
-                    outage.met(f"tasks cannot be supervised now: {error}", level=logging.ERROR)
+                    outage.met(f"tasks cannot be supervised: {error}", level=logging.ERROR)
                 except Exception as error:  # A mistake here must not take the coordinator down.
                     text = f"tasks could not be supervised; retrying: {error!r}"
                     outage.met(text, level=logging.ERROR, traceback=True)
@@ -235,11 +235,11 @@ class TaskRunner:
         host = task.where.partition(":")[0]
         if task.where in self._attended:
             self._missed_mono_s.pop(task.where, None)
-            reason = f"attempt {task.attempt} on {host}, where a standby looks after it"
+            reason = f"attempt {task.attempt} on {host}, supervised by a standby"
         elif time.monotonic() - self._missed_mono_s.setdefault(task.where, time.monotonic()) >= AWAY_S:
             reason = (
-                f"attempt {task.attempt} on {host}, whose coordinator is away: it is taken up there when that is back, and "
-                "until then only what its workers report is known"
+                f"attempt {task.attempt} on {host}, whose coordinator is unreachable: until it is back, only what the "
+                "workers report is known"
             )
         else:
             return
@@ -247,7 +247,7 @@ class TaskRunner:
             self._post(NoteWhereabouts(task_id=task.spec.task_id, attempt=task.attempt, reason=reason))
 
     def _give_up_if_silent(self, cluster: Cluster, task: Task) -> None:
-        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing of it is heard, and nobody
+        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing reports it, and nobody
         ends it, its machine is lost; should it come back, what is left of the attempt is ended there."""
         if not task.stopping or self._report_end is not None:
             return
@@ -259,7 +259,7 @@ class TaskRunner:
         ):
             return
         cause = ExitCause(
-            kind="lost", message=f"lost: nothing was heard of it, nor of {task.where}", may_retry=False
+            kind="lost", message=f"lost: neither the task nor {task.where} has reported", may_retry=False
         )
         self._post(EndAttempt(task_id=task.spec.task_id, attempt=task.attempt, cause=cause))
 

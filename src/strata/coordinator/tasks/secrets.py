@@ -39,7 +39,7 @@ class TaskSecrets:
         except (OSError, ValueError, AttributeError) as error:
             raise LaunchFailed(
                 f"The secrets of task '{task_id}' cannot be read: {type(error).__name__}.",
-                hint=f"Look at {path}, or submit the task again.",
+                hint=f"Check {path}, or submit the task again.",
             ) from None
 
     def concealer(self, task_id: str) -> Concealer:

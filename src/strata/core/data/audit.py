@@ -170,12 +170,12 @@ def audit(commits: Sequence[Commit], dataset: str, epoch: int, *, total: int | N
         known = sorted({f"'{e.dataset}' {_span(e.epoch, e.last)}" for _, data in chain for e in data.epochs})
         raise LedgerError(
             f"No checkpoint in the history has trained epoch {epoch} of '{dataset}'.",
-            hint=f"It knows {', '.join(known[:10]) or 'no data at all'}.",
+            hint=f"Known: {', '.join(known[:10]) or 'no data at all'}.",
         )
     newest = found[-1][1]
     problems = [*_contradictions(chain, dataset, epoch), *_forgotten(chain, commits, dataset, epoch)]
     if total is not None and total != newest.total:
-        problems.append(f"the dataset has {total:,} samples, the history was made with {newest.total:,}")
+        problems.append(f"the dataset has {total:,} samples, the history was recorded with {newest.total:,}")
 
     sum_of_parts = Coverage()
     vouched = Spans()

@@ -123,11 +123,11 @@ class Definition:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise MixtureError(f"two sources are called {twice[0]!r}")
         if self.when_exhausted not in ("stop", "continue"):
-            raise MixtureError(f"when_exhausted is 'stop' or 'continue', not {self.when_exhausted!r}")
+            raise MixtureError(f"when_exhausted must be 'stop' or 'continue', not {self.when_exhausted!r}")
         for source in self.sources:
             if not source.name or "/" in source.name:
                 raise MixtureError(
-                    f"{source.name!r} cannot be a source's name: it must not be empty or hold a '/'"
+                    f"{source.name!r} is not a valid source name: it must not be empty or contain '/'"
                 )
             if source.mixture is None and source.size < 1:
                 raise MixtureError(f"source {source.name!r} has no samples: there is nothing to draw from it")

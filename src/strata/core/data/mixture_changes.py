@@ -2,7 +2,7 @@
 
 A **board** is what the coordinator keeps for a job, journaled: what its mixture is, and every request to change it. Anyone may
 add a request; nothing is ever removed. The job's ranks look at the board together, at a step that they have reached
-together, and `decide` says on each of them the same: a request for a step that has not begun is adopted, one for an
+together, and `decide` says on each of them the same: a request for a step that has not started is adopted, one for an
 earlier step is refused with the first step that is possible. From then on the change is part of the mixture's record in every
 checkpoint, so that a resume replays it without the board; and a resume from a checkpoint that was made before it finds
 it on the board. A request that is on the board as adopted is adopted again, whatever else has been asked meanwhile.
@@ -187,11 +187,8 @@ def _objection(request: Request, plan: MixturePlan, next_step: int, lead: int) -
     if request.from_step >= next_step:
         return ""
     if request.status == "adopted":
-        return (
-            f"training was rolled back to before step {request.from_step:,} and went through it again while the coordinator "
-            "could not be asked"
-        )
-    return f"step {request.from_step:,} has begun; the first possible step is {next_step + lead:,}"
+        return f"training was rolled back before step {request.from_step:,} and repeated it while the coordinator was unreachable"
+    return f"step {request.from_step:,} has already started; the first possible step is {next_step + lead:,}"
 
 
 # What the API shows ---------------------------------------------------------------------------------------------

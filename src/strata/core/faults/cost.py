@@ -3,7 +3,7 @@
     device-seconds = worker-seconds × GPUs of a worker (× 1 where it has none: then workers are counted)
     cost           = device-seconds / 3,600 × price of a GPU-hour
     spent          = training + checkpoint + recovery + waiting, as workers have accounted for them (`core.telemetry.goodput`)
-    lost           = checkpoint + waiting + what each incident has lost + recovery that no incident explains
+    lost           = checkpoint + waiting + what each incident has lost + recoveries without an incident
     an incident    = (seconds of its recovery + steps lost × time of a step) × workers × GPUs of a worker (`core.faults.incidents`)
     unexplained    = recovery − what incidents that were recovered from have lost, where that is positive
     saved          = steps between the newest durable checkpoint and the step that a recovery resumed at × time of a step × workers ×
@@ -28,9 +28,9 @@ Cause = FailureClass | Literal["checkpoint", "recovery", "waiting"]
 Device = Literal["gpu", "worker"]
 
 MEANINGS: Mapping[Cause, str] = {
-    "checkpoint": "training stood still for saves",
-    "recovery": "recovery that no incident explains",
-    "waiting": "for data, for other ranks, and to start",
+    "checkpoint": "training paused for saves",
+    "recovery": "recoveries without an incident",
+    "waiting": "waiting for data or other ranks, and startup",
     **{kind: f"incidents of class {kind}" for kind in CLASSES},
 }
 

@@ -2,7 +2,7 @@
 
 `Failure` holds what is known of one worker's end and concludes nothing. `classify` is the table `RULES`, read from the top: the first
 rule that holds decides, so the same evidence is always called the same. `first_failing` says who failed by itself: a rank that only
-lost its peers, or that was told to leave after another had failed, never did. `fingerprint` names a failure in a way that
+lost its peers, or that was asked to leave after another had failed, never did. `fingerprint` names a failure in a way that
 is the same in every run. Pure.
 """
 
@@ -192,7 +192,7 @@ class Failure:
             return f"ended with status {self.exit_code}" + (f": {last}" if last else "")
         if self.left:
             return f"left: {self.left}"
-        return f"was lost: {self.lost}" if self.lost else "ended; how is not known"
+        return f"was lost: {self.lost}" if self.lost else "exited for an unknown reason"
 
     def __str__(self) -> str:
         return f"{self.who} {self.what}"
@@ -223,48 +223,48 @@ def _raised(*types: str) -> Callable[[Failure], bool]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("oom", "SIGKILL while the kernel killed for want of memory",
+    Rule("oom", "SIGKILL while the kernel's OOM killer was active",
          lambda f: f.oom_killed and f.exit_code == -SIGKILL),
-    Rule("oom", "an error of an allocator, of the GPU's memory or the machine's",
+    Rule("oom", "an out-of-memory error of the GPU's or the host's allocator",
          _raised("MemoryError", "OutOfMemoryError", "_ArrayMemoryError", "MemoryLimitExceeded")),
-    Rule("oom", "a message that memory could not be allocated",
+    Rule("oom", "a message about failed memory allocation",
          _says(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc|insufficient shared memory")),
-    Rule("user_error", "an assertion of a kernel on the device: an index or label out of range",
+    Rule("user_error", "a device-side assert: an index or label out of range",
          _says(r"device-side assert")),
-    Rule("gpu", "the kernel's log names the device (Xid, ECC)", lambda f: bool(f.device_faults)),
-    Rule("gpu", "an error of CUDA or one of its libraries",
+    Rule("gpu", "the kernel log reports a fault of the device (Xid, ECC)", lambda f: bool(f.device_faults)),
+    Rule("gpu", "an error from CUDA or one of its libraries",
          _says(r"\bcuda (driver )?error|unhandled cuda error|cudaerror|cublas_status|cudnn_status|cusolver_status"
                r"|uncorrectable ecc|illegal memory access|unspecified launch failure|fallen off the bus|\bnvrm\b.*xid")),
-    Rule("gpu", "its copy of the state has changed by itself again and again", _raised("ReplicaDamaged")),
-    Rule("unknown", "copies of the state differ, and nobody can tell which is right", _raised("ReplicasDiffer")),
-    Rule("hang", "its watchdog found no step made in time, or it did not leave a process group that was over",
+    Rule("gpu", "its copy of the state was corrupted repeatedly", _raised("ReplicaDamaged")),
+    Rule("unknown", "copies of the state differ, without a majority", _raised("ReplicasDiffer")),
+    Rule("hang", "its watchdog saw no step in time, or it did not leave an aborted process group",
          lambda f: f.exit_code == EXIT_HUNG or bool(f.replaced) or _raised(HANG)(f)),
-    Rule("storage", "an error of a store or of a checkpoint that could not be written or read",
+    Rule("storage", "an error of a store, or a checkpoint that could not be written or read",
          _raised("NoSpace", "DeviceError", "AccessDenied", "NoCredentials", "Unavailable", "Truncated", "StoreError",
                  "SaveFailed", "FinalSaveFailed", "CheckpointError", "CheckpointSaveError", "CheckpointLoadError",
                  "LoadFailed", "Damaged", "SourceUnreadable")),
-    Rule("storage", "a message of a full, failing or absent disk or bucket",
+    Rule("storage", "a message about a full, failing or missing disk or bucket",
          _says(r"no space left|disk quota|\bi/o error|input/output error|read-only file system|stale file handle"
                r"|s3://|gs://|botocore|obstore")),
-    Rule("network", "a collective that broke, or a connection that could not be made or was lost",
+    Rule("network", "a failed collective, or a connection that failed or was lost",
          lambda f: (f.error is not None and f.error.is_about_peers)
          or _raised("gaierror", "timeout", "TimeoutError", "SSLError", "URLError", "ConnectTimeout", "ReadTimeout",
                     "RendezvousConnectionError", "RendezvousTimeoutError", "CoordinatorUnavailable")(f)),
-    Rule("network", "a message of NCCL, gloo or a socket, from a process that reported nothing itself",
+    Rule("network", "a message from NCCL, gloo or a socket, and no error reported by the process",
          lambda f: f.error is None and f.exit_code is not None and _says(
              r"nccl|gloo|connection (closed|reset|refused)|network is unreachable|no route to host")(f)),
-    Rule("preemption", "SIGTERM, or the status of a process that was asked to leave",
+    Rule("preemption", "SIGTERM, or the exit status of a process that was asked to leave",
          lambda f: f.exit_code in (-SIGTERM, EXIT_AGAIN, 128 + SIGTERM) or bool(f.left)),
-    Rule("preemption", "it was interrupted", _raised("KeyboardInterrupt", "SignalException")),
+    Rule("preemption", "an interrupt (Ctrl-C)", _raised("KeyboardInterrupt", "SignalException")),
     Rule("user_error", "an error that the program raised", lambda f: f.error is not None and bool(f.error.traceback)),
-    Rule("user_error", "a program that does not accept how it was called, or says why it ends (status 2, sys.exit)",
+    Rule("user_error", "a program that rejects its arguments or exits with a message (status 2, sys.exit)",
          lambda f: f.error is not None or f.exit_code == 2),
-    Rule("node_lost", "its connection ended, and nobody saw its process end",
+    Rule("node_lost", "its connection ended, and its exit was not observed",
          lambda f: f.exit_code is None and bool(f.lost)),
-    Rule("unknown", "nothing that says why", lambda f: True),
+    Rule("unknown", "no evidence of a cause", lambda f: True),
 )  # fmt: skip
-"""From the top; the first that holds decides. Memory and devices before what they lead to, what a process was told before what
-it did, and the program's own errors before what is only missing."""
+"""From the top; the first that holds decides. Memory and devices before what they lead to, what a process was asked to do before what it
+did, and the program's own errors before what is only missing."""
 
 
 def rule_of(failure: Failure) -> Rule:
@@ -314,15 +314,17 @@ def fingerprint(failure: Failure | None) -> str:
 
 
 ADVICE: Mapping[FailureClass, str] = {
-    "user_error": "Fix the program at the place that the traceback names, then start it again: it continues from the newest checkpoint.",
+    "user_error": "Fix the program where the traceback points, then start it again: it continues from the newest checkpoint.",
     "oom": "Use a smaller batch or fewer loader workers, shard the model, or give the run more memory.",
-    "gpu": "Look at the machine's GPUs (`nvidia-smi -q -d ECC,ROW_REMAPPER`, `dmesg | grep Xid`); take the device out of use if it comes back.",
-    "network": "Look for what the other ranks say, then at the network between the machines: strata doctor.",
+    "gpu": "Check the machine's GPUs (`nvidia-smi -q -d ECC,ROW_REMAPPER`, `dmesg | grep Xid`); if it recurs: strata "
+    "quarantine add HOST.",
+    "network": "Check the errors of the other ranks, then the network between the machines: strata doctor.",
     "storage": "Free space, or check the address and credentials of the destination: strata doctor.",
-    "preemption": "Nothing: the run continues where it may run again.",
-    "hang": "Look at the stacks below for what it waits for; `hang_timeout_s` says how long it may.",
-    "node_lost": "Look whether the machine is up. The run continues without it, and takes it back when its agent is started.",
-    "unknown": "Look at what it printed last: strata logs --level error. SIGKILL is sent from outside: by a person, a scheduler or the kernel (`dmesg`).",
+    "preemption": "Nothing: the run continues when it is scheduled again.",
+    "hang": "See in the stacks below what it waits for; `hang_timeout_s` limits how long it may wait.",
+    "node_lost": "Check whether the machine is up. The run continues without it; it rejoins when its agent is started.",
+    "unknown": "Check its last output: strata logs --level error. SIGKILL comes from outside: a person, a scheduler or the "
+    "kernel (`dmesg`).",
 }
 """What to do next, where the run's own words say no more."""
 

@@ -53,9 +53,9 @@ LATE_S = 60.0
 
 NO_RUN = JobId("")
 """In place of a job, for what a person has decided about a machine."""
-UNSAID = "its agent has not said why"
-WAITS = "nobody is ended for it (hang_policy 'warn')"
-LEFT = "the run continues with fewer workers, and nobody has reported a failure"
+UNSAID = "its agent reported no reason"
+WAITS = "no process is ended for it (hang_policy 'warn')"
+LEFT = "the run continues with fewer workers, and no failure was reported"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class Incidents:
                 and slow.reported.subject == "slow_rank"
                 and slow.reported.job_id == recorded.job_id
             ):
-                reason = "the run has recovered, and its pace is measured anew"
+                reason = "the run has recovered; its step time is measured again"
                 events.append(self._closed_quietly(slow, "recovered", reason, now))
         seconds = sum(recorded.phases_s.values()) + recorded.lost_steps * cost.step_s
         spread = max(1, recorded.world_before) * max(1, cost.gpus_per_worker)
@@ -319,7 +319,7 @@ class Incidents:
                 lost_steps=0,
                 lost_s=seconds,
                 lost_gpu_s=seconds * max(1, cost.workers) * max(1, cost.gpus_per_worker),
-                reason=f"step {command.step:,} was made after {seconds:.1f} s",
+                reason=f"step {command.step:,} was completed after {seconds:.1f} s",
                 at_s=now.wall_s,
             )
         ]
@@ -449,7 +449,7 @@ class Incidents:
                 fingerprint="quarantine",
                 first=failure,
                 failures=(failure,),
-                what=f"the machine {event.host} is out of use: {event.reason}",
+                what=f"the machine {event.host} is quarantined: {event.reason}",
                 decision="continue",
                 reason=f"quarantined by {event.by}; runs continue without it where they can",
                 at_s=now.wall_s,
@@ -499,7 +499,7 @@ class Incidents:
         if first is not None and first not in kept:
             kept[-1] = first
         what = (
-            f"{first}{others(failures, first)}" if first is not None else "it failed; nobody has reported how"
+            f"{first}{others(failures, first)}" if first is not None else "it failed; no cause was reported"
         )
         return IncidentReported(
             incident_id=number,
@@ -578,14 +578,14 @@ def view(incident: Incident) -> IncidentView:
     if known.subject == "quarantine":
         next_step = f"Fix the machine, then: strata quarantine clear {known.launch}"
     elif known.subject == "slow_rank":
-        next_step = "Look at that machine: its GPU clocks, its disk, and what else runs there."
+        next_step = "Check that machine: its GPU clocks, its disk, and other processes on it."
     return IncidentView(
         id=known.incident_id,
         run=known.job_id,
         launch=known.launch if known.subject == "run" else "",
         subject=known.subject,
         failure_class=known.failure_class,
-        rule=rule_of(first).evidence if first is not None else "nobody has reported how it failed",
+        rule=rule_of(first).evidence if first is not None else "no cause was reported",
         fingerprint=known.fingerprint,
         text=known.what,
         rank=first.rank if first is not None else None,

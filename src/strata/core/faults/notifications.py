@@ -57,7 +57,7 @@ HOUR_S = 3_600.0
 MOST_PER_HOUR = 30
 """Of one run; those about the coordinator itself count as a run of their own."""
 SILENT_S = 60.0
-"""What held of a run whose workers have not reported for so long is over, and nobody is told so."""
+"""What held of a run whose workers have not reported for so long is over, without a notification."""
 OF_LIVE_RUNS: frozenset[Rule] = frozenset(
     {"failed_save", "overdue_save", "loss", "throughput", "slow_rank", "disk", "goodput"}
 )
@@ -90,16 +90,17 @@ class RuleAbout(NamedTuple):
 
 RULES: dict[Rule, RuleAbout] = {
     "stopped": RuleAbout(None, "", 0, 0, "a run stopped because of a failure"),
-    "slow_recovery": RuleAbout(120.0, "seconds", 1, 86_400, "a run has not recovered after so long, or took so long"),
-    "repeated": RuleAbout(3.0, "failures", 2, 1_000, "so many failures of the same kind of a run within an hour"),
+    "slow_recovery": RuleAbout(120.0, "seconds", 1, 86_400, "a run takes this long to recover"),
+    "repeated": RuleAbout(3.0, "failures", 2, 1_000, "this many failures of the same kind in a run within an hour"),
     "failed_save": RuleAbout(None, "", 0, 0, "a checkpoint could not be saved"),
-    "overdue_save": RuleAbout(3.0, "times", 1.5, 1_000, "no checkpoint for so many times the usual interval, a minute at least"),
-    "loss": RuleAbout(5.0, "times", 1.5, 1e6, "the loss is NaN or infinite, or so many times its median, three times in a row"),
-    "throughput": RuleAbout(30.0, "percent", 1, 99, "throughput fell by so much below its median"),
-    "slow_rank": RuleAbout(None, "", 0, 0, "the other ranks wait for one"),
+    "overdue_save": RuleAbout(3.0, "times", 1.5, 1_000, "no checkpoint for this many times the usual interval, at least a "
+    "minute"),
+    "loss": RuleAbout(5.0, "times", 1.5, 1e6, "the loss is NaN or infinite, or this many times its median, three times in a row"),
+    "throughput": RuleAbout(30.0, "percent", 1, 99, "throughput fell this far below its median"),
+    "slow_rank": RuleAbout(None, "", 0, 0, "the other ranks wait for a slow one"),
     "disk": RuleAbout(10.0, "percent", 0.1, 90, "less than this is free on a disk of the coordinator or of checkpoints"),
-    "goodput": RuleAbout(0.5, "share", 0.01, 0.99, "of the last ten minutes less than this share was training"),
-    "quarantine": RuleAbout(None, "", 0, 0, "a machine was taken out of use"),
+    "goodput": RuleAbout(0.5, "share", 0.01, 0.99, "less than this share of the last ten minutes was training"),
+    "quarantine": RuleAbout(None, "", 0, 0, "a machine was quarantined"),
 }  # fmt: skip
 """Every rule that can be configured."""
 
@@ -241,7 +242,7 @@ class Notifications:
             return self._raise(
                 Key("slow_rank", run, event.launch),
                 *("warning", f"{run}: a rank is slow", event.what),
-                "Look at that machine: its GPU clocks, its disk, and what else runs there.",
+                "Check that machine: its GPU clocks, its disk, and other processes on it.",
                 now_s,
             )
         if event.subject == "quarantine":
@@ -288,18 +289,18 @@ class Notifications:
             return found + self._stopped(run, text, ADVICE[known.failure_class], now_s)
         if event.outcome != "recovered":
             return []
-        took_s = sum(event.phases_s.values()) or max(0.0, event.at_s - incident.opened_at_s)
-        text = f"It took {took_s:,.0f} s. {known.what}"
+        recovery_s = sum(event.phases_s.values()) or max(0.0, event.at_s - incident.opened_at_s)
+        text = f"Recovery took {recovery_s:,.0f} s. {known.what}"
         key = Key("slow_recovery", run, "")
         if key in self.active:
             return self._resolve(key, f"{run} has recovered", text, now_s)
-        if event.phases_s and took_s >= self.rules.get("slow_recovery", math.inf):
+        if event.phases_s and recovery_s >= self.rules.get("slow_recovery", math.inf):
             raised = self._raise(
                 key,
                 "warning",
                 f"{run} recovered slowly",
                 text,
-                "Look where the time went: strata why.",
+                "See where the time went: strata why.",
                 now_s,
             )
             self._drop(key)  # It is over.
@@ -340,7 +341,7 @@ class Notifications:
                     text = f"At step {step:,}. Every later step trains on it."
                     advice = (
                         "Stop it and continue from a checkpoint before that step, with a smaller learning rate, gradient "
-                        "clipping, or without the batch that did it."
+                        "clipping, or without the batch that caused it."
                     )
                     found += self._raise(key, "error", f"{run}: the loss is {what}", text, advice, now_s)
                 continue
@@ -349,14 +350,14 @@ class Notifications:
                 known.losses_above += 1
                 if known.losses_above >= LOSSES_ABOVE and key not in self.active:
                     text = f"{value:,.4g} at step {step:,}; its median before was {usual:,.4g}."
-                    advice = "Look at the curve of the gradient norm; a smaller learning rate or clipping may help."
+                    advice = "Check the gradient norm; a smaller learning rate or clipping may help."
                     found += self._raise(key, "error", f"{run}: the loss explodes", text, advice, now_s)
                 continue  # What is out of bounds does not move them.
             known.losses_above = 0
             known.losses.append(value)
             if key in self.active:
                 text = f"{value:,.4g} at step {step:,}."
-                found += self._resolve(key, f"{run}: the loss is back", text, now_s)
+                found += self._resolve(key, f"{run}: the loss is back to normal", text, now_s)
         return found
 
     # --- once a second ----------------------------------------------------------------------------------------
@@ -405,12 +406,12 @@ class Notifications:
         if since_s < max(OVERDUE_LEAST_S, self.rules["overdue_save"] * usual_s):
             return []
         text = (
-            f"None for {since_s:,.0f} s at step {sample.step:,}; it saves every {usual_s:,.0f} s otherwise. "
-            "What was trained since is lost with its machines."
+            f"No checkpoint for {since_s:,.0f} s, at step {sample.step:,}; usually one every {usual_s:,.0f} s. "
+            "Steps since the last one would be lost with the machines."
         )
         return self._raise(
             *(Key("overdue_save", run, ""), "warning", f"{run}: a checkpoint is overdue", text),
-            "Look at the destination and at the log: strata logs --level warn, strata doctor.",
+            "Check the destination and the log: strata logs --level warn, strata doctor.",
             now_s,
         )
 
@@ -433,10 +434,10 @@ class Notifications:
         if key in self.active:
             if now < usual * (1 - share / 2):
                 return []
-            return self._resolve(key, f"{run}: throughput is back", text, now_s)
+            return self._resolve(key, f"{run}: throughput is back to normal", text, now_s)
         if now < usual * (1 - share):
             title = f"{run}: throughput is down by {(1 - now / usual) * 100:.0f} %"
-            advice = "Look for a slow rank, lost workers or slow data: strata workers, strata status."
+            advice = "Check for a slow rank, lost workers or slow data: strata workers, strata status."
             return self._raise(key, "warning", title, text, advice, now_s)
         known.rates.append(sample.rate)
         return []
@@ -456,10 +457,10 @@ class Notifications:
         if share < least:
             title = f"{run}: goodput is under {least:.0%}"
             return self._raise(
-                key, "warning", title, text, "Look where the time goes: strata status, strata why.", now_s
+                key, "warning", title, text, "See where the time goes: strata status, strata why.", now_s
             )
         if share >= least + 0.05:
-            return self._resolve(key, f"{run}: goodput is back", text, now_s)
+            return self._resolve(key, f"{run}: goodput is back to normal", text, now_s)
         return []
 
     def _disk(self, disk: Disk, now_s: float) -> list[Notification]:
@@ -471,7 +472,7 @@ class Notifications:
         who = f"{disk.run}: " if disk.run else "the coordinator: "
         if percent < least:
             advice = "Free space there, or keep fewer checkpoints: a save that does not fit fails."
-            return self._raise(key, "warning", f"{who}a disk is filling", text, advice, now_s)
+            return self._raise(key, "warning", f"{who}a disk is filling up", text, advice, now_s)
         if percent >= least * 1.1:
             return self._resolve(key, f"{who}the disk has space again", text, now_s)
         return []
@@ -594,7 +595,7 @@ class Notifications:
         raised = self.active.pop(key, None)
         if raised is None or quietly or key in self._unsaid:
             self._unsaid.discard(key)
-            return []  # Nobody was told that it began.
+            return []  # Its start was not notified.
         self.count += 1
         resolved = replace(
             raised,

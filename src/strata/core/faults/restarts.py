@@ -61,7 +61,7 @@ class Policy:
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (word.strip() for word in part.partition("="))
             if name not in names:
-                raise PolicyError(f"'{name}' is no part of a policy; there are {', '.join(names)}.")
+                raise PolicyError(f"'{name}' is not a policy setting; choose from {', '.join(names)}.")
             if name in allowed:
                 if value not in allowed[name]:
                     raise PolicyError(f"{name} is '{value}'; it may be {' or '.join(allowed[name])}.")
@@ -109,11 +109,11 @@ class Restarts:
         """An attempt has failed; `first` is the worker to blame, None where nobody knows. `now_s` is monotonic. `can_quarantine`:
         there is a coordinator that keeps machines out of use."""
         if can_quarantine and self.policy.gpu == "continue" and first is not None and is_corrupting(first):
-            # Others have checked it: no run is right there, and none is told that it is wrong.
-            reason = f"a machine that changes what it holds is taken out of use: {_said(first)}"
+            # Others have checked it: a run there computes wrong results without noticing.
+            reason = f"a machine that corrupts its state is quarantined: {_said(first)}"
             return Verdict(decision="restart", reason=reason, quarantine=True)
         if first is not None and classify(first) == "gpu" and self.policy.gpu == "quarantine":
-            reason = f"the policy of this run takes a machine out of use whose GPU has failed: {_said(first)}"
+            reason = f"the policy of this run quarantines a machine whose GPU has failed: {_said(first)}"
             return Verdict(decision="restart", reason=reason, quarantine=True)
         stop = self._stops(first, lasted_s, others_continue) or self._too_many(now_s)
         if stop is not None:
@@ -157,7 +157,7 @@ class Restarts:
             self._restarted_s.popleft()
         if not most or len(self._restarted_s) < most:
             return None
-        return f"{counted(most, 'restart')} within an hour, which is what the policy of this run allows"
+        return f"{counted(most, 'restart')} within an hour, the limit of this run's policy"
 
 
 def _made_progress(before: Failure | None, now: Failure, both_quick: bool) -> bool:
@@ -174,15 +174,15 @@ def _said(failure: Failure) -> str:
 
 def _why_again(first: Failure | None) -> str:
     if first is None:
-        return "nobody could say what had failed"
+        return "the cause of the failure is unknown"
     match classify(first):
         case "user_error":
-            return "it may not come back; a second time without a new step ends the run"
+            return "it may not recur; a second time without a new step ends the run"
         case "preemption":
-            return "it was asked to leave, which is no failure of the program"
+            return "it was asked to leave, which is not a failure of the program"
         case "network":
-            return "a connection was lost, which says nothing about the program"
+            return "a connection was lost, which is not a failure of the program"
         case "unknown" if first.exit_code == -SIGKILL:
-            return "it was killed from outside, which says nothing about the program"
+            return "it was killed from outside, which is not a failure of the program"
         case kind:
-            return f"a failure of class {kind} may not come back"
+            return f"a failure of class {kind} may not recur"

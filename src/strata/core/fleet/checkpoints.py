@@ -220,7 +220,9 @@ class Checkpoints:
                 events.append(replace(_failed(record), reason=reason, at_s=now.wall_s))
         usable, newer = self._timelines.get(job, {}), ""
         by_age = sorted(mine, key=_age)
-        for record in reversed(by_age):  # Whatever the order of the list, and that in which they were told.
+        for record in reversed(
+            by_age
+        ):  # Whatever the order of the list, and that in which they were reported.
             if record.removed and record.status == "completed" and record.checkpoint_id in present:
                 found = replace(_completed(record), reason="found again", at_s=now.wall_s)
                 events.append(replace(found, succeeded_by=newer))
@@ -234,12 +236,12 @@ class Checkpoints:
         if known.job_id != job:
             raise Conflict(
                 f"Checkpoint '{command.checkpoint_id}' belongs to job '{known.job_id}'.",
-                hint="Use an id of its own for every checkpoint.",
+                hint="Use a separate id for every checkpoint.",
             )
         if known.run_id and command.run_id and known.run_id != command.run_id:
             raise Conflict(
                 f"Checkpoint '{command.checkpoint_id}' belongs to run '{known.run_id}'.",
-                hint="Use an id of its own for every checkpoint.",
+                hint="Use a separate id for every checkpoint.",
             )
         if command.status == "removed":
             return
@@ -247,7 +249,7 @@ class Checkpoints:
             raise Conflict(
                 f"Checkpoint '{command.checkpoint_id}' is of step {known.step}, epoch {known.epoch}, "
                 f"not of step {command.step}, epoch {command.epoch}.",
-                hint="Use an id of its own for every step.",
+                hint="Use a separate id for every step.",
             )
         if known.status != "completed":
             return
@@ -501,7 +503,7 @@ def _check(command: NotifyCheckpoint, job: JobId) -> None:
     for tier in command.tiers:
         checks.name("tiers", tier, limit=32)
     if command.status == "completed" and not command.path:
-        raise InvalidArgument("path", "must not be empty.", hint="Say where the checkpoint can be read.")
+        raise InvalidArgument("path", "must not be empty.", hint="Pass the path or URL of the checkpoint.")
     checks.text("data_json", command.data_json, limit=DATA_LIMIT_BYTES)
     if command.data_json:
         try:

@@ -178,7 +178,7 @@ class Datasets:
         if len(self.specs) >= MAX_DATASETS:
             raise Overloaded(
                 f"{MAX_DATASETS:,} datasets are registered already, which is the limit.",
-                hint="Remove some that nobody reads: `strata datasets rm ID`.",
+                hint="Remove unused ones: `strata datasets rm ID`.",
             )
         self._check_share(spec.jobs)
         return DatasetRegistered(
@@ -203,7 +203,7 @@ class Datasets:
             jobs = (*known.jobs, *(job for job in jobs if job not in known.jobs))
         return DatasetRegistered(
             spec=replace(known, jobs=jobs),
-            reason=f"shared by {counted(len(jobs), 'job')}" if jobs else "everybody's now",
+            reason=f"shared by {counted(len(jobs), 'job')}" if jobs else "shared by all jobs",
             at_s=self.registered_at_s[known.dataset_id],
         )
 

@@ -39,7 +39,7 @@ HANDOVERS_KEPT = 100
 REASON_LIMIT = 1_000
 MAX_WITHIN_S = 7 * 86_400.0
 RECOVERY_S = 900.0
-"""So long after a machine has gone, what a run of it recovers from is taken to be that."""
+"""So long after a machine was shut down, what a run of it recovers from is taken to be that."""
 
 State = Literal["draining", "drained"]
 
@@ -52,14 +52,14 @@ class Draining(Refused):
     def __init__(self, known: HostDrainStarted, state: State) -> None:
         super().__init__(
             f"The machine '{known.host}' is {state}: {known.reason}.",
-            hint=f"When it may be used again: strata drain {known.host} --cancel",
+            hint=f"To use it again: strata drain {known.host} --cancel",
         )
         self.host = known.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverView:
-    """What became of one run of a machine that goes."""
+    """The outcome for one run of a draining machine."""
 
     run: str
     saved_step: int | None
@@ -73,7 +73,7 @@ class HandoverView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainView:
-    """One machine that goes, or has gone. Times are Unix seconds."""
+    """One machine that is draining or drained. Times are Unix seconds."""
 
     host: str
     state: State
@@ -115,7 +115,7 @@ class Drains:
         return [_view(drain) for drain in self.hosts.values()]
 
     def admit(self, host: str) -> None:
-        """Raises `Draining` for a machine that goes, or has gone."""
+        """Raises `Draining` for a machine that is draining or drained."""
         if (known := self.hosts.get(host)) is not None:
             raise Draining(known.asked, known.state)
 
@@ -132,7 +132,7 @@ class Drains:
     # --- decisions ------------------------------------------------------------------------------------------
 
     def decide_drain(self, command: DrainHost, jobs: Iterable[JobId], now: Instant) -> list[Event]:
-        """Of two notices the earlier deadline counts; a machine that has gone stays as it is."""
+        """Of two notices the earlier deadline counts; a machine that is drained stays as it is."""
         checks.name("host", command.host)
         checks.text("reason", command.reason, limit=REASON_LIMIT)
         checks.text("by", command.by, limit=checks.NAME_LIMIT)
@@ -159,14 +159,14 @@ class Drains:
             return [asked]
         return [
             asked,
-            HostDrained(host=command.host, reason="no agent of it takes part in a run", at_s=now.wall_s),
+            HostDrained(host=command.host, reason="none of its agents is in a run", at_s=now.wall_s),
         ]
 
     def decide_cancel(self, command: CancelDrain, now: Instant) -> HostUndrained:
         checks.name("host", command.host)
         if command.host not in self.hosts:
             known = ", ".join(list(self.hosts)[:10]) or "none"
-            raise Unknown("drained machine", command.host, hint=f"Drained are: {known}.")
+            raise Unknown("drained machine", command.host, hint=f"Drained machines: {known}.")
         return HostUndrained(host=command.host, reason=f"cancelled by {command.by}", at_s=now.wall_s)
 
     def decide_handover(self, command: ReportHandover, job: JobId, now: Instant) -> list[Event]:

@@ -103,7 +103,7 @@ class Health:
             median = _median(others)
             if value < share * median:
                 found[name] = (
-                    f"{value:.3g} where the median of {counted(len(others), 'other machine')} is {median:.3g}"
+                    f"{value:.3g}, the median of {counted(len(others), 'other machine')} is {median:.3g}"
                 )
         return found
 

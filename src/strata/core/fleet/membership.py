@@ -53,7 +53,7 @@ from strata.core.messages import (
 EMPTY_JOBS_KEPT = 100
 REGISTRATIONS_KEPT = 8
 DEPARTED_KEPT = 2_000
-"""Of so many workers that are gone it is known how they had registered."""
+"""Of so many workers that have left it is known how they had registered."""
 RECONNECT_S = 5.0
 """How long a worker without a stream counts as live after its last heartbeat: those of a live job are back by then."""
 
@@ -187,7 +187,7 @@ class Membership:
             raise Stale(
                 f"Incarnation {checks.number(incarnation)} of worker '{worker_id}' is not known here.",
                 cause="unknown",
-                hint="The coordinator has lost its memory. Register again.",
+                hint="The coordinator has lost its state. Register again.",
             )
         if incarnation and incarnation != member.incarnation:
             raise Stale(
@@ -205,10 +205,9 @@ class Membership:
         current = self.job_generations[member.spec.job_id]
         if generation and generation != current:
             raise Stale(
-                f"Generation {checks.number(generation)} of job '{member.spec.job_id}' is over; the present one is "
-                f"{current}.",
+                f"Generation {checks.number(generation)} of job '{member.spec.job_id}' is over; the current one is {current}.",
                 cause="generation",
-                hint="Take part in the present generation: re-read rank, world size and shards, then retry.",
+                hint="Join the current generation: re-read rank, world size and shards, then retry.",
             )
         return member
 
@@ -226,13 +225,13 @@ class Membership:
             raise Stale(
                 f"This registration of worker '{worker_id}' is over: the worker has left.",
                 cause="unknown",
-                hint="Register again under a registration id of its own.",
+                hint="Register again with a new registration id.",
             )
         by = f"incarnation {known.incarnation}" if known is not None else "one that has left since"
         raise Stale(
             f"This registration of worker '{worker_id}' was superseded by {by}.",
             cause="superseded",
-            hint="Stop this process, or register again under a registration id of its own.",
+            hint="Stop this process, or register again with a new registration id.",
         )
 
     def decide_register(self, command: RegisterWorker, now: Instant) -> WorkerJoined | Member:

@@ -4,8 +4,8 @@ Guarantees:
 
 * A worker acts as itself alone: what it says goes up under the member number of the connection that it came by. Numbers are never
   used again, so an answer that is late reaches nobody else.
-* A folded heartbeat names only members that were heard since the last one: the agent never beats for a worker that is silent. It
-  leaves when all were heard, and an interval after the last at the latest. A report that has not changed is not said again.
+* A folded heartbeat names only members that sent one since the last: the agent never beats for a worker that is silent. It
+  leaves when all have sent one, and an interval after the last at the latest. A report that has not changed is not said again.
 * Arrivals at one barrier wait for those of the machine's other members, `hold_s` at most, and go up as one message. Each keeps the
   call id and the generation that its worker named, so each counts once, and the coordinator refuses each for itself. The last one
   of a machine never waits.
@@ -250,7 +250,7 @@ class Multiplexer:
         self._count = 0
         self._members: dict[int, _Member] = {}
         self._by_connection: dict[int, _Member] = {}
-        self._heard: dict[int, _Member] = {}
+        self._beating: dict[int, _Member] = {}
         """Since the last folded heartbeat."""
         self._arrived: Counter[Meeting] = Counter()
         """How many calls wait at each, sent or not."""
@@ -326,7 +326,7 @@ class Multiplexer:
     def _forget(self, member: _Member) -> None:
         del self._members[member.number]
         del self._by_connection[member.connection]
-        self._heard.pop(member.number, None)
+        self._beating.pop(member.number, None)
         for meeting in member.calls.values():
             self._count_out(meeting)
         for meeting in list(self._unsent):
@@ -340,7 +340,7 @@ class Multiplexer:
             return []
         if beat.report != member.report:
             member.report, member.is_reported = beat.report, False
-        self._heard[member.number] = member
+        self._beating[member.number] = member
         if self._beat_due_s is None:
             self._beat_due_s = now_s + self._interval_s
         return self._fold(now_s)
@@ -348,16 +348,16 @@ class Multiplexer:
     def _fold(self, now_s: float) -> list[Action]:
         if self._stream is None or self._beat_due_s is None:
             return []
-        if len(self._heard) < len(self._members) and now_s < self._beat_due_s:
+        if len(self._beating) < len(self._members) and now_s < self._beat_due_s:
             return []
-        heard, self._heard, self._beat_due_s = self._heard, {}, None
-        if not heard:
+        beating, self._beating, self._beat_due_s = self._beating, {}, None
+        if not beating:
             return []
-        news = [member for member in heard.values() if not member.is_reported]
+        news = [member for member in beating.values() if not member.is_reported]
         for member in news:
             member.is_reported = True
         reports = tuple((member.number, member.report) for member in news)
-        return [Beats(members=tuple(heard), reports=reports)]
+        return [Beats(members=tuple(beating), reports=reports)]
 
     def _say(self, said: WorkerSaid) -> list[Action]:
         member = self._by_connection.get(said.connection)
@@ -425,7 +425,7 @@ class Multiplexer:
             for call_id, meeting in member.calls.items():
                 waiting.setdefault((meeting, before[meeting]), []).append((member.number, call_id))
                 before[meeting] += 1
-        self._heard.clear()  # Being attached says as much.
+        self._beating.clear()  # Being attached says as much.
         self._beat_due_s = None
         self._unsent.clear()
         self._held.clear()
@@ -446,13 +446,13 @@ class Multiplexer:
                     if (member := self._members.get(number)) is not None
                 ]
             case MeetingEnded():
-                told: list[Action] = []
+                actions: list[Action] = []
                 for number, call_id, order in answer.calls:
                     member = self._members.get(number)
                     meeting = member.calls.pop(call_id, None) if member is not None else None
                     if member is not None and meeting is not None:
                         self._count_out(meeting)
-                        told.append(
+                        actions.append(
                             TellEnd(
                                 connection=member.connection,
                                 call_id=call_id,
@@ -460,18 +460,18 @@ class Multiplexer:
                                 outcome=answer.outcome,
                             )
                         )
-                return told
+                return actions
 
     def _tell(self, answer: MemberAnswered, now_s: float) -> list[Action]:
         member = self._members.get(answer.member)
         if member is None:
             return []
-        told: list[Action] = [Tell(connection=member.connection, message=answer.message)]
+        actions: list[Action] = [Tell(connection=member.connection, message=answer.message)]
         if answer.ends:
             self._forget(member)
-            told.append(Close(connection=member.connection))
-            told += [*self._fold(now_s), *self._release_held(now_s)]
-        return told
+            actions.append(Close(connection=member.connection))
+            actions += [*self._fold(now_s), *self._release_held(now_s)]
+        return actions
 
 
 def _attach(member: _Member) -> Attach:

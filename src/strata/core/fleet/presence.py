@@ -6,7 +6,7 @@ Guarantees:
   once it is back.
 * Nobody is lost who was never seen: a coordinator that has just started knows no streams, and their ends at its own end say
   nothing about their agents.
-* What is remembered is bounded in time and in number: after `FORGOTTEN_AFTER_S` the keep-alives of the rendezvous have told the
+* What is remembered is bounded in time and in number: after `FORGOTTEN_AFTER_S` the keep-alives of the rendezvous have informed the
   rest.
 
 Soft: nothing of it is journaled. Pure: time arrives as `now`.

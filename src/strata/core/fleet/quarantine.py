@@ -42,7 +42,7 @@ class Quarantined(Refused):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineView:
-    """One machine that is out of use. Times are Unix seconds."""
+    """One quarantined machine. Times are Unix seconds."""
 
     host: str
     reason: str
@@ -90,7 +90,7 @@ class Quarantine:
         checks.name("host", command.host)
         if command.host not in self.hosts:
             known = ", ".join(list(self.hosts)[:10]) or "none"
-            raise Unknown("quarantined machine", command.host, hint=f"Quarantined are: {known}.")
+            raise Unknown("quarantined machine", command.host, hint=f"Quarantined machines: {known}.")
         return HostCleared(host=command.host, reason=f"cleared by {command.by}", at_s=now.wall_s)
 
     # --- applying -------------------------------------------------------------------------------------------

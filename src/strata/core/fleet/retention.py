@@ -1,4 +1,4 @@
-"""What the coordinator forgets, and when: tasks that have ended, checkpoints that are gone, barriers that are over.
+"""What the coordinator forgets, and when: tasks that have ended, checkpoints that no longer exist, barriers that are over.
 
 Nothing that anybody can still use is forgotten: a task that waits or runs, a checkpoint that exists, a barrier that is open. What
 was decided long ago is, so that a fleet's state, and with it the journal, stays as large as the fleet is and not as old. Some of each kind
@@ -80,12 +80,12 @@ class Retention:
             limits.tasks_s,
             lambda task: _is_over(task, now.wall_s - limits.tasks_s),
         )
-        gone = old(
+        removed = old(
             checkpoints.records.values(),
             len(checkpoints.records),
             lambda record: record.created_at_s,
             limits.checkpoints_s,
-            _is_gone,
+            _is_unusable,
         )
         rounds = old(
             barriers.ended.values(),
@@ -101,7 +101,7 @@ class Retention:
                 if task.ended_at_s
             )
             or any(
-                record.created_at_s < now.wall_s - limits.checkpoints_s - limits.slack_s for record in gone
+                record.created_at_s < now.wall_s - limits.checkpoints_s - limits.slack_s for record in removed
             )
             or any(outcome.at_s < now.wall_s - limits.barriers_s - limits.slack_s for outcome in rounds)
         )
@@ -109,9 +109,9 @@ class Retention:
             return None
         return RecordsForgotten(
             tasks=tuple(task.spec.task_id for task in ended),
-            checkpoints=tuple(record.checkpoint_id for record in gone),
+            checkpoints=tuple(record.checkpoint_id for record in removed),
             barriers=len(rounds),
-            reason=f"old: {len(ended):,} tasks, {len(gone):,} checkpoints that are gone, {len(rounds):,} barriers",
+            reason=f"old: {len(ended):,} tasks, {len(removed):,} removed or failed checkpoints, {len(rounds):,} barriers",
             at_s=now.wall_s,
         )
 
@@ -120,6 +120,6 @@ def _is_over(task: Task, before_s: float) -> bool:
     return task.status in ENDED and task.ended_at_s is not None and task.ended_at_s < before_s
 
 
-def _is_gone(record: CheckpointRecord) -> bool:
+def _is_unusable(record: CheckpointRecord) -> bool:
     """No recovery can use it. One that is still being saved after days is not."""
     return record.removed or record.status != "completed"

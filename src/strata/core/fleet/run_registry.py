@@ -27,8 +27,8 @@ class RunRegistry:
         newest = self._generations.get((job, run_id))
         if newest is not None and generation < newest:
             raise Stale(
-                f"Generation {checks.number(newest)} of run '{run_id}' has started; this is said by its generation "
-                f"{checks.number(generation)}.",
+                f"Generation {checks.number(newest)} of run '{run_id}' has started; this call comes from its "
+                f"generation {checks.number(generation)}.",
                 cause="run_generation",
                 hint="Stop this process: the run continues elsewhere.",
             )

@@ -142,7 +142,7 @@ class Values:
         grows_bytes = len(command.body) - (len(known.body) if known is not None else 0)
         if known is not None and grows_bytes <= 0:
             return
-        whose = f"by job '{shorten(owner)}'" if owner else "by callers that are bound to no job"
+        whose = f"by job '{shorten(owner)}'" if owner else "by callers that belong to no job"
         for who, most, most_bytes, by in (
             (owner, OWNER_VALUES, OWNER_BYTES, f" {whose}"),
             (ALL, MAX_VALUES, MAX_BYTES, ""),

@@ -1,4 +1,4 @@
-"""How a machine leaves a run that has been told when it goes: what is saved, by when, and what that means for the run.
+"""How a machine leaves a run that was notified when it goes: what is saved, by when, and what that means for the run.
 
 An agent has one `Handover`. Notices come from a person (through the coordinator), from a signal, or from the machine's cloud; the earliest
 deadline counts. The first one asks the workers to save and leave; whoever has not when `kill_in_s` is over is killed, so that what is
@@ -120,7 +120,7 @@ def choose_save(
 def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
     """What the workers of a machine have said, of so many."""
     if not outcomes:
-        what = "no job of Strata ran in its workers" if workers else "it had no workers in the run"
+        what = "its workers ran no Strata job" if workers else "it had no workers in the run"
         return Summary(
             saved_step=None,
             lost_steps=None if workers else 0,
@@ -137,7 +137,7 @@ def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
                 saved_step=None,
                 lost_steps=None,
                 where="nothing",
-                reason=f"step {step:,} could not be saved before the deadline; the others continue from what they have",
+                reason=f"step {step:,} could not be saved before the deadline; the other machines continue from their own copies",
             )
         return Summary(
             saved_step=None,
@@ -155,7 +155,7 @@ def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
         )
     if others_stay:
         said = (
-            f"step {best.saved_step:,} is in the memory of the machines that stay: there was no time for a durable checkpoint"
+            f"step {best.saved_step:,} is in the memory of the remaining machines: there was no time for a durable checkpoint"
             if best.in_time
             else f"step {step:,} could not be saved before the deadline; the newest save is step {best.saved_step:,} ({best.where})"
         )
@@ -172,6 +172,6 @@ def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
         saved_step=best.saved_step,
         lost_steps=None,
         where="memory",
-        reason=f"step {best.saved_step:,} is in the memory of this machine alone, and lost with it; started again here, the run "
-        f"continues from it",
+        reason=f"step {best.saved_step:,} is only in the memory of this machine, and lost with it; a restart on this "
+        "machine continues from it",
     )

@@ -411,7 +411,7 @@ class JobProtocol:
             if missing := _missing_parts(copies.values()):
                 some = next(iter(copies.values()))
                 self._note(
-                    f"step {some.step} in {some.tier}: {missing} of its {len(some.parts)} parts are not there"
+                    f"step {some.step} in {some.tier}: {missing} of its {len(some.parts)} parts are missing"
                 )
                 for copy in copies:
                     del self._offers[copy]
@@ -455,7 +455,7 @@ class JobProtocol:
         self._resumed, self._saved_step = chosen.checkpoint_id, chosen.step
         if in_destinations:
             missing = tuple(
-                f"{name}: {'it is damaged' if name in in_destinations else 'not there yet'}"
+                f"{name}: {'it is damaged' if name in in_destinations else 'not available yet'}"
                 for name in self.destinations
                 if name not in in_destinations - damaged
             )
@@ -551,7 +551,7 @@ class JobProtocol:
 
     def _nothing_there(self) -> str:
         answered = f"{', '.join(self.destinations)} answered: no checkpoint" if self.destinations else ""
-        return answered or "nothing is kept outside of memory, and memory has nothing"
+        return answered or "there is no durable destination, and memory holds no snapshot"
 
     def _note(self, reason: str) -> None:
         if reason not in self._reasons:

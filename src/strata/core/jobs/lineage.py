@@ -23,7 +23,7 @@ class CompletionOrder:
     """Which save of one generation is the newest, whatever the order in which they end.
 
     A save that a newer one overtook on the way to a slow destination is over before the one that is being uploaded there. Who
-    hears of their ends one by one must not take the last to end for the newest.
+    learns of their ends one by one must not take the last to end for the newest.
     """
 
     def __init__(self) -> None:

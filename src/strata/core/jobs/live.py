@@ -89,9 +89,9 @@ def judge(facts: Facts) -> Complete | Incomplete:
 def _what_is_missing(facts: Facts) -> str:
     boundary, frozen = facts.boundary, facts.frozen
     if facts.is_sharded:
-        return "the state is sharded: a rank alone has a part of it"
+        return "the state is sharded: each rank has only a part of it"
     if not facts.sees_steps:
-        return "the steps of this optimizer cannot be seen"
+        return "the steps of this optimizer cannot be observed"
     if boundary is None:
         return ""
     since = f"since step {boundary.step:,}"
@@ -102,22 +102,20 @@ def _what_is_missing(facts: Facts) -> str:
     if frozen is not None and boundary.made > frozen.began:
         return f"step {boundary.step:,} began after the process groups were aborted"
     if (device := _device_at(boundary, facts)) == "pending":
-        return f"the device had not made step {boundary.step:,} when the process groups were aborted"
+        return f"the device had not completed step {boundary.step:,} when the process groups were aborted"
     if device == "unknown":
-        return (
-            f"whether the device had made step {boundary.step:,} before a collective was aborted is not known"
-        )
+        return f"it is unknown whether the device had completed step {boundary.step:,} before a collective was aborted"
     if facts.has_read_on:
-        return f"batches were committed {since}, and no step was made with them"
+        return f"batches were committed {since} without a step"
     if facts.changed:
         more = len(facts.changed) - NAMED
         names = ", ".join(facts.changed[:NAMED]) + (f" and {more} more" if more > 0 else "")
-        return f"changed {since}, and nobody has a copy: {names}"
+        return f"changed {since}, without a copy: {names}"
     return ""
 
 
 def _device_at(boundary: Boundary, facts: Facts) -> Device:
-    """What the device had made of the boundary's step, when that could last be told."""
+    """What the device had made of the boundary's step, when that could last be observed."""
     frozen = facts.frozen
     if frozen is None or facts.device == "none":
         return facts.device

@@ -54,7 +54,7 @@ def copies_wanted(text: str) -> int | None:
         return 1
     if not number.isascii() or not number.isdecimal() or not 1 <= int(number) <= MOST_COPIES:
         raise ValueError(
-            f"'{text}': say how many copies, from 1 to {MOST_COPIES}, as in 'peer:2', or leave it out"
+            f"'{text}': give the number of copies, 1 to {MOST_COPIES}, as in 'peer:2', or leave it out"
         )
     return int(number)
 
@@ -159,7 +159,7 @@ class CopyTable:
         self.generations[run] = max(generation, self.generations.get(run, 0))
 
     def begin(self, copy: Copy) -> Accepted | Refused:
-        """A copy is about to be sent. What of its slot was arriving is given up: its sender has begun anew."""
+        """A copy is about to be sent. What of its slot was arriving is given up: its sender has started over."""
         newest = self.generations.get(copy.run, 0)
         if copy.generation < newest:
             return Refused(
@@ -188,7 +188,7 @@ class CopyTable:
     def finish(self, copy: Copy) -> Refused | None:
         """All of it is there and verified: whether it counts."""
         if self.arriving.get(copy.slot) != copy:
-            return Refused(reason="it was given up meanwhile", is_stale=True)
+            return Refused(reason="it was abandoned meanwhile", is_stale=True)
         newest = self.generations.get(copy.run, 0)
         if copy.generation < newest:
             self.abandon(copy)
@@ -227,11 +227,11 @@ class CopyTable:
         """The run has ended, with this generation: nobody will ask for its copies."""
         if generation < self.generations.get(run, 0):
             return []
-        gone = [copy for copy in self._everything() if copy.run == run]
-        for copy in gone:
+        removed = [copy for copy in self._everything() if copy.run == run]
+        for copy in removed:
             self._remove(copy)
             self.abandon(copy)
-        return gone
+        return removed
 
     def _everything(self) -> list[Copy]:
         return [*(copy for copies in self.complete.values() for copy in copies), *self.arriving.values()]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 JOINS = "a replacement joins"
-OTHERS_MEET = "another machine meets again"
+OTHERS_MEET = "another machine left or joined"
 BROKEN = "a collective broke"
 """How the reason begins of a worker that left because of others: what became of those says more."""
 GRACE_S = 1.0
@@ -296,7 +296,7 @@ class Regroup:
 
     def may_rescue(self, number: int, step: int) -> bool:
         """A worker that leaves has the complete state of this step: whether it should save it. The first of each step does; who is
-        further does too. Whoever comes from a generation before does not: the others have gone on without it."""
+        further does too. Whoever comes from a generation before does not: the others have continued without it."""
         worker = self._workers[number]
         worker.is_leaving = True
         if worker.is_behind or (self._rescued is not None and step <= self._rescued):
@@ -341,7 +341,7 @@ class Regroup:
         for number in set(self._in(Phase.INSIDE)) - set(members):
             self._workers[number].is_behind = True
         if ended:
-            self._begin(f"worker {ended[0]} ended while all met")
+            self._begin(f"worker {ended[0]} ended during the rendezvous")
 
     def released(self, *, now_s: float) -> None:
         """All have continued behind their function: their ends are not recovered from here."""
@@ -366,7 +366,7 @@ class Regroup:
         if not self._reason:
             return self._undisturbed(now_s)
         if self._in_a_row > self.limits.max_in_process:
-            return Restart(reason=f"{self._in_a_row} recoveries in a row have led to no new step")
+            return Restart(reason=f"{self._in_a_row} recoveries in a row without a new step")
         survivors = self._in(Phase.READY, Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED)
         if not survivors and not (self._ready_spares() and self._in(Phase.LOST, Phase.ENDING)):
             exit_s = self._exit_s()
@@ -402,13 +402,13 @@ class Regroup:
 
     def _standing_by(self) -> Continue | Replace | Restart:
         if self.has_given_up_spares:
-            return Restart(reason=f"{self._losses} of its workers in a row have ended while they stood by")
+            return Restart(reason=f"{self._losses} of its workers in a row have ended on standby")
         if lost := self._in(Phase.LOST):
             return Replace(worker=lost[0], reason="its process ended")
         return Continue()
 
     def _replacement(self, number: int, reason: str, now_s: float) -> Replace | Take:
-        """Whoever is ready first: a spare that is, one that has begun to start, or a process that is started now."""
+        """Whoever is ready first: a spare that is, one that is starting, or a process that is started now."""
         starting = (
             spare
             for spare, waiting in self._spares.items()
@@ -462,7 +462,7 @@ class Regroup:
 
     @property
     def _settled_s(self) -> float:
-        """When those who train have begun, or are not waited for any longer."""
+        """When those who train have started, or are not waited for any longer."""
         return self._met_s + (SETTLE_S if self._has_job else GRACE_S)
 
     def _late(self, now_s: float) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def judge(
     watched, `unchanged_s` for how long it was not.
     """
     if newest is None:
-        return Take(generation=1, reason="the run begins")
+        return Take(generation=1, reason="the run starts")
     after = newest.generation + 1
     if newest.ended:
         return Take(generation=after, reason="the start before it has ended")

@@ -70,7 +70,7 @@ def unpacked(body: bytes) -> RunDetails | None:
         found = None
     if not isinstance(found, dict):
         raise InvalidArgument(
-            "details of a run", "are no JSON object.", hint="Use the same version on both sides."
+            "details of a run", "are not a JSON object.", hint="Use the same version on both sides."
         )
     read: dict[str, Any] = {
         name: str(found.get(name, "")) for name in ("command", "folder", "host", "commit", "branch")

@@ -72,7 +72,7 @@ def checked(batch: MetricBatch) -> MetricBatch:
                 "steps", "must not be negative or beyond 2^53.", hint="Log optimizer steps."
             )
         if not (np.isfinite(rows.times).all() and (np.abs(rows.times) < 1e12).all()):
-            raise InvalidArgument("times", "must be Unix seconds.", hint="Look at the clock of the sender.")
+            raise InvalidArgument("times", "must be Unix seconds.", hint="Check the clock of the sender.")
     return batch
 
 

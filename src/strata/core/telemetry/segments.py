@@ -5,7 +5,7 @@ behind those that it had, until it is **sealed**; a sealed one never changes. Wh
 durable at its writer, before it is written: a writer that was killed in between writes the same again. So a reader that
 remembers how many rows of which segment it has taken (`Position`) takes each row once, in order, whenever it looks.
 
-What is removed is removed from the oldest on (`expired`). A reader that finds its segment gone continues at the next there is.
+What is removed is removed from the oldest on (`expired`). A reader whose segment was removed continues at the next there is.
 Pure.
 """
 

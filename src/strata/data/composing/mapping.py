@@ -21,7 +21,7 @@ LOOKED_AT = 1_000
 
 
 class Several(tuple[Any, ...]):
-    """What came of one sample: none, one or several. Any dataset may hand it out in place of a sample."""
+    """The result of one sample: none, one or several. Any dataset may return it in place of a sample."""
 
 
 class MappedDataset(FetchesAhead):
@@ -60,7 +60,7 @@ def mapped(dataset: SizedDataset, function: Callable[[Any], Iterable[Any]]) -> M
 
 
 def filtered(dataset: SizedDataset, keep: Callable[[Any], bool]) -> MappedDataset:
-    """Only the samples that `keep` says yes to."""
+    """Only the samples for which `keep` returns true."""
     return MappedDataset(dataset, _Filter(keep))
 
 
@@ -98,5 +98,5 @@ def flattened(rows: list[Any], read: Callable[[int], Any], ids: Sequence[int], t
             return Kept(found[:1], 0)
     raise DataError(
         f"All samples of a batch were dropped, and so were the next {min(total, LOOKED_AT):,}.",
-        hint="Check the filter: it seems to keep next to nothing.",
+        hint="Check the filter: it drops almost everything.",
     )

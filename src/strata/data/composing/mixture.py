@@ -57,7 +57,7 @@ class Measured(Protocol):
 
 
 class Mixture(FetchesAhead):
-    """A dataset made of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
+    """A dataset composed of others. See `strata.core.data.mixture` for the order, docs/concepts/data.md for the rest."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Mixture(FetchesAhead):
         `schedule`: pairs of a step and the shares of some sources from that step on; the others divide the rest.
         `epochs`: how often sources may be read, of all or by name; by default they repeat. When one has run out, the
         mixture ends (`when_exhausted="stop"`) or continues without it.
-        `sequence_length`: token indexes are read in sequences of so many tokens; with `pack`, the documents of every
+        `sequence_length`: token indexes are read in sequences of this many tokens; with `pack`, the documents of every
         source are packed into such sequences.
         """
         if pack and sequence_length is None:
@@ -87,7 +87,7 @@ class Mixture(FetchesAhead):
         }
         limits = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         if unknown := sorted(set(limits) - set(sources)):
-            raise MixtureError(f"epochs are given for {unknown[0]!r}, which is no source")
+            raise MixtureError(f"epochs are given for {unknown[0]!r}, which is not a source")
         self.definition = Definition(
             sources=tuple(
                 _source(name, source, limits.get(name), shuffle=shuffle)
@@ -238,7 +238,7 @@ class MixtureOrder:
         if saved.definition != self.plan.definition:
             raise StateMismatch(
                 f"The saved position belongs to another mixture: {_difference(saved.definition, self.plan.definition)}.",
-                hint="Use the same sources, weights, schedule and seed to continue. Weights of a run are changed with: "
+                hint="Use the same sources, weights, schedule and seed to continue. To change the weights of a run: "
                 "strata mixture set RUN NAME=SHARE --from-step STEP.",
             )
         if saved.global_batch_size != self.plan.global_batch_size and (
@@ -281,7 +281,7 @@ def plan_of(state: Mapping[str, Any]) -> MixturePlan:
             definition=definition, changes=changes, global_batch_size=int(state["global_batch_size"])
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise StateMismatch(f"Not the record of a mixture: {error}.") from error
+        raise StateMismatch(f"This is not the record of a mixture: {error}.") from error
 
 
 def _difference(saved: Definition, ours: Definition) -> str:

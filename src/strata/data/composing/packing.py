@@ -181,7 +181,7 @@ class _Samples:
 
     def _learn_lengths(self) -> None:
         total = len(self._dataset)
-        log.info("reading %s samples once to learn how long they are", f"{total:,}")
+        log.info("reading %s samples once to measure their lengths", f"{total:,}")
         rows: list[tuple[int, int, int]] = []
         for first in range(0, total, READ_AT_ONCE):
             samples = range(first, min(first + READ_AT_ONCE, total))
@@ -237,8 +237,8 @@ def _token_ids(row: Any, sample: int) -> Tokens:
     array = np.asarray(ids) if ids is not None else np.empty(0)
     if ids is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(
-            f"Sample {sample:,} is no document of token ids.",
-            hint="Packing wants sequences of ids, or mappings with 'input_ids'.",
+            f"Sample {sample:,} is not a document of token ids.",
+            hint="Packing needs sequences of ids, or mappings with 'input_ids'.",
         )
     return array.astype(np.int64)
 

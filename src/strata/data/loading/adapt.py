@@ -62,8 +62,8 @@ def as_elastic_loader(data: Any, *, global_batch_size: int | None = None) -> Ela
         data = ElasticDataset(data)
     if isinstance(data, list | tuple) and any(isinstance(each, ElasticLoader | DataLoader) for each in data):
         raise DataError(
-            f"data is one loader, not {len(data):,}: the job keeps one position.",
-            hint="Give the one that training steps on. Others may be read inside the loop; what they read is not in the ledger.",
+            f"data must be one loader, not {len(data):,}: the job keeps one position.",
+            hint="Pass the one that training steps on. Others may be read inside the loop; their samples are not in the ledger.",
         )
     if isinstance(data, IterableDataset) or (is_stateful(data) and hasattr(data, "__iter__")):
         return StreamLoader(data, global_batch_size=_needed(global_batch_size, data))
@@ -72,7 +72,7 @@ def as_elastic_loader(data: Any, *, global_batch_size: int | None = None) -> Ela
         return ElasticLoader(data, ElasticSampler(len(data), global_batch_size=size))
     if hasattr(data, "__iter__") and not isinstance(data, Mapping):
         return StreamLoader(data, global_batch_size=global_batch_size)  # Which says that it has no state.
-    raise DataError(f"data is {_ACCEPTED}, not {type(data).__name__}.")
+    raise DataError(f"data must be {_ACCEPTED}, not {type(data).__name__}.")
 
 
 def _from_dataloader(loader: DataLoader[Any], global_batch_size: int | None) -> ElasticLoader:
@@ -152,8 +152,9 @@ def _unknown_order(sampler: object) -> DataError:
     return DataError(
         f"The order of {type(sampler).__name__} is not a function of seed and epoch, so it can be neither continued after a "
         "restart nor divided among another number of ranks.",
-        hint="Give DataLoader shuffle=True or False, or batch_sampler=strata.ElasticSampler(...). For weights and mixtures, "
-        "express them in the dataset (a list of indices in torch.utils.data.Subset), whose order is then kept exactly.",
+        hint="Pass shuffle=True or False to the DataLoader, or batch_sampler=strata.ElasticSampler(...). For weights and "
+        "mixtures, express them in the dataset (a list of indices in torch.utils.data.Subset), whose order is then "
+        "kept exactly.",
     )
 
 
@@ -206,6 +207,6 @@ def _needed(global_batch_size: int | None, data: object) -> int:
         what = "Paths have" if isinstance(data, ElasticDataset) else f"{type(data).__name__} has"
         raise DataError(
             f"{what} no batch size.",
-            hint="Say it: strata.elastic(..., global_batch_size=256), or give a DataLoader.",
+            hint="Pass one: strata.elastic(..., global_batch_size=256), or pass a DataLoader.",
         )
     return global_batch_size

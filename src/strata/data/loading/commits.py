@@ -55,7 +55,7 @@ class DataLedger:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"several loaders read a dataset named {', '.join(map(repr, twice))}: the ledger could not tell them "
-                "apart. Give each a name of its own, e.g. ElasticSampler(..., dataset='images')."
+                "apart. Give each its own name, e.g. ElasticSampler(..., dataset='images')."
             )
         self._loaders = loaders
         self._gather = gather or gather_with_torch
@@ -84,7 +84,9 @@ class DataLedger:
         derived: list[RankRecord] = []
         for loader in self._loaders:
             if not isinstance(loader, WithSampler):
-                raise StateMismatch(f"What other ranks have trained of '{loader.dataset}' is not known here.")
+                raise StateMismatch(
+                    f"This rank does not know what other ranks have trained of '{loader.dataset}'."
+                )
             for rank in range(loader.world_size):
                 derived += loader.sampler.records_of(rank, self._since[loader.dataset])
         own = {
@@ -95,8 +97,8 @@ class DataLedger:
         expected = [record for record in derived if (record.dataset, record.rank) in own]
         if trained_by(expected) != trained_by(self._unsaid):
             raise StateMismatch(
-                "What this rank has trained is not all from its last commit to its position, so what others have trained "
-                "does not follow from it."
+                "This rank has not trained everything from its last commit to its position, so the samples of other "
+                "ranks cannot be derived from it."
             )
         return self._commit(derived, checkpoint_id, durable=False)
 
@@ -159,7 +161,7 @@ class DataLedger:
             known = ", ".join(map(repr, sorted(trained | set(record.states))))
             raise StateMismatch(
                 f"The checkpoint was trained on {known}; it has no position in "
-                f"{', '.join(map(repr, sorted(unknown)))}, which is to be read now.",
+                f"{', '.join(map(repr, sorted(unknown)))}, which this run reads.",
                 hint="If the dataset was renamed, use the name it was saved with: ElasticSampler(..., "
                 f"dataset={sorted(orphans or unknown)[0]!r}). To train on other data from its beginning, start a new run "
                 "in another checkpoint folder.",

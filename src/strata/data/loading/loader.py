@@ -71,11 +71,11 @@ class ElasticLoader(WithSampler):
         commit: Literal["taken", "explicit"] = "taken",
         **dataloader_options: Unpack[LoaderOptions],
     ) -> None:
-        """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which brings its sampler.
+        """`dataset` is any map-style dataset, or an `ElasticIterableDataset`, which has its own sampler.
         `dataloader_options` go to PyTorch's `DataLoader` as they are:
         `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor` and the like."""
         if commit not in ("taken", "explicit"):
-            raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
+            raise ValueError(f"commit must be 'taken' or 'explicit', not {commit!r}")
         if dataloader_options.get("in_order") is False:
             raise ValueError("in_order=False would hand out batches in another order than the epoch's")
         # DataLoader draws a seed for its processes at every iteration; from the global generator, a resumed run would
@@ -92,7 +92,7 @@ class ElasticLoader(WithSampler):
         self._loader: DataLoader[Any]
         if self._iterable is not None:
             if sampler is not None:
-                raise ValueError("an ElasticIterableDataset brings its own sampler")
+                raise ValueError("an ElasticIterableDataset has its own sampler")
             self.sampler = self._iterable.sampler
             self._loader = DataLoader(self._iterable, batch_size=None, **dataloader_options)
         else:
@@ -144,12 +144,12 @@ class ElasticLoader(WithSampler):
                     yield Batch(data, step)
 
     def commit_explicitly(self) -> None:
-        """From now on nothing but `commit` moves the position."""
+        """From now on, only `commit` advances the position."""
         self._explicit = True
 
     def commit(self, *batches: Batch) -> None:
-        """These batches are trained; each is committed once, in the order they came. With `commit="explicit"`,
-        nothing else moves the position."""
+        """Mark these batches as trained; commit each once, in the order received. With `commit="explicit"`, nothing else
+        advances the position."""
         if self._explicit:
             for batch in batches:
                 self.sampler.commit(batch.step)

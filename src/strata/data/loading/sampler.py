@@ -39,12 +39,12 @@ _CHUNK = 32  # Micro-batches whose ids are computed together: NumPy's overhead i
 
 
 class ElasticSampler:
-    """Batches of sample ids for one rank, in an order that no change of the fleet can change.
+    """Batches of sample ids for one rank, in an order that does not depend on the number of ranks.
 
-    Give `global_batch_size` to keep the global batch constant whatever the world (slices then differ by at most
-    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and the
-    `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs means
-    over tokens.
+    Pass `global_batch_size` to keep the global batch constant at any world size (slices then differ by at most
+    one sample: weigh each loss by `Step.weight`), or `batch_size` for a constant batch per rank; or `max_tokens`, and
+    the `lengths` of all samples, for steps of as many samples as fit a global budget of tokens: then `Step.weight` weighs
+    means over tokens.
     """
 
     is_bounded = True
@@ -66,15 +66,15 @@ class ElasticSampler:
         drop_last: bool = False,
         dataset: str = "data",
     ) -> None:
-        """`total`: how many samples there are, or the dataset, or a mixture, which brings its own seed."""
+        """`total`: the number of samples, the dataset, or a mixture, which has its own seed."""
         if [global_batch_size, batch_size, max_tokens].count(None) != 2:
-            raise ValueError("give either global_batch_size or batch_size (per rank), or max_tokens")
+            raise ValueError("pass exactly one of global_batch_size, batch_size (per rank) and max_tokens")
         if (max_tokens is None) != (lengths is None):
-            raise ValueError("max_tokens and lengths go together: how many tokens each sample has")
+            raise ValueError("max_tokens needs lengths (tokens per sample), and lengths need max_tokens")
         if max_tokens is not None and (micro_batch_size is not None or drop_last):
-            raise ValueError("max_tokens goes with neither micro_batch_size nor drop_last")
+            raise ValueError("max_tokens cannot be combined with micro_batch_size or drop_last")
         if max_tokens is not None and isinstance(total, Mixture):
-            raise ValueError("max_tokens does not go with a mixture: pack its sources (pack=True) instead")
+            raise ValueError("max_tokens cannot be used with a mixture: pack its sources (pack=True) instead")
         for name, value in (
             ("global_batch_size", global_batch_size),
             ("batch_size", batch_size),
@@ -114,14 +114,14 @@ class ElasticSampler:
     def _mixed(mixture: Mixture, global_batch_size: int | None) -> MixtureOrder:
         if global_batch_size is None and mixture.definition.schedule:
             raise ValueError(
-                "a schedule by step needs a global_batch_size: with batch_size (per rank), how much is trained in a step "
+                "a schedule by step needs a global_batch_size: with batch_size (per rank), the size of a step "
                 "depends on the number of ranks"
             )
         return MixtureOrder(mixture, global_batch_size=global_batch_size or 1)
 
     @property
     def total(self) -> int:
-        """Positions of an epoch. Of a mixture: as far as is known now; `ENDLESS` where it never ends."""
+        """Positions in an epoch. For a mixture, as far as known now; `ENDLESS` if it never ends."""
         return self._total if self.mixture is None else self.mixture.plan.total
 
     @property
@@ -134,14 +134,16 @@ class ElasticSampler:
         return self.mixture is not None and self.mixture.plan.is_endless
 
     def change_weights(self, change: Change) -> None:
-        """From a step that has not begun, other weights. What an iteration has read ahead is read again with them: begin
+        """From a step that has not started, other weights. What an iteration has read ahead is read again with them: begin
         another one. Every rank must change the same before the same step."""
         if self.mixture is None or self._global_batch_size is None:
             raise MixtureError(
                 "only the weights of a mixture that is read with a global_batch_size can be changed"
             )
         if change.step < (first := self.next_step):
-            raise MixtureError(f"step {change.step:,} has begun; the first that can be changed is {first:,}")
+            raise MixtureError(
+                f"step {change.step:,} has already started; the first that can be changed is {first:,}"
+            )
         self.mixture.plan.definition.check_change(change)
         self.mixture.change(change)
 
@@ -160,7 +162,7 @@ class ElasticSampler:
         self.rewind()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; to the one that is read next is no change, so a resumed position stays."""
+        """Go to the start of `epoch`. If that epoch is already the next to be read, the position (such as a resumed one) is kept."""
         if epoch == self.reading[0]:
             return
         self._check_not_ended(epoch)
@@ -170,7 +172,7 @@ class ElasticSampler:
             self.move(epoch, 0)
 
     def check_trainable(self) -> None:
-        """Raise `ValueError` where no epoch would ever have a step."""
+        """Raise `ValueError` if an epoch would have no step."""
         if not self.total:
             raise ValueError(
                 f"dataset '{self.dataset}' has no samples: there is nothing to train on. Check its path and filters"
@@ -178,8 +180,8 @@ class ElasticSampler:
         if self.drop_last and self.total < self.global_batch_size:
             raise ValueError(
                 f"dataset '{self.dataset}' has {self.total:,} samples, less than one global batch of "
-                f"{self.global_batch_size:,}, and drop_last leaves out what does not fill one: no step would ever be "
-                "made. Use a smaller batch, or drop_last=False"
+                f"{self.global_batch_size:,}, and drop_last drops incomplete batches: there would be no step. Use a "
+                "smaller batch, or drop_last=False"
             )
 
     @property
@@ -353,7 +355,7 @@ class ElasticSampler:
         saved = state.get("mixture")
         if (saved is None) != (self.mixture is None) and (epoch or position):
             was, now = ("a mixture", "no mixture") if saved is not None else ("no mixture", "a mixture")
-            raise StateMismatch(f"The saved position is one in {was}, and this is {now}.")
+            raise StateMismatch(f"The saved position belongs to {was}, and this is {now}.")
         if self.mixture is not None and saved is not None:
             try:
                 self.mixture.adopt(self.mixture.check(saved), saved)
@@ -444,7 +446,7 @@ class WithSampler:
         self.sampler.set_world(rank, world_size)
 
     def check_trainable(self) -> None:
-        """Raise `ValueError` where no epoch would ever have a step."""
+        """Raise `ValueError` if an epoch would have no step."""
         self.sampler.check_trainable()
 
     def records(self) -> list[RankRecord]:
@@ -488,7 +490,7 @@ def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[int,
     """The epoch and position of a state that fits `ours`; `StateMismatch` otherwise."""
     missing = sorted(set(ours) - set(state))
     if missing:
-        raise StateMismatch(f"Not the state of an elastic loader: {', '.join(missing)} missing.")
+        raise StateMismatch(f"This is not the state of an elastic loader: {', '.join(missing)} missing.")
     epoch, position = int(state["epoch"]), int(state["position"])
     # Between epochs only the name must fit: the data may have grown, the seed may be new.
     names = ("version", "dataset", "total", "seed", "shuffle") if position else ("version", "dataset")
@@ -502,7 +504,7 @@ def check_state(state: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[int,
         )
     if epoch < 0 or not 0 <= position <= ours["total"]:
         raise StateMismatch(
-            f"There is no position {position:,} in epoch {epoch} of {ours['total']:,} samples."
+            f"Position {position:,} does not exist in epoch {epoch} of {ours['total']:,} samples."
         )
     return epoch, position
 
@@ -514,6 +516,5 @@ def _samples_in(total: SupportsIndex | Sized) -> int:
         with suppress(TypeError):  # An array has both, and is no number.
             return count(total)
     raise TypeError(
-        f"{type(total).__name__} does not say how many samples there are: give their number, a dataset with a length, or a "
-        "strata.Mixture"
+        f"{type(total).__name__} has no length: pass the number of samples, a dataset with a length, or a strata.Mixture"
     )

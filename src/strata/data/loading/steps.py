@@ -26,7 +26,7 @@ class Step:
     """Positions [start, stop) of this micro-batch; none at all when a rank has nothing to do in this step."""
     slice_start: int
     slice_stop: int
-    """This rank's whole part of the step."""
+    """This rank's complete part of the step."""
     batch_start: int
     batch_stop: int
     """The whole global batch."""
@@ -52,7 +52,7 @@ class SizedDataset(MapDataset, Protocol):
 
 
 class Batch(NamedTuple):
-    """What the trainer gets: the collated samples, and which positions they are."""
+    """What the training loop gets: the collated samples and their positions."""
 
     data: Any
     step: Step

@@ -67,19 +67,19 @@ class StreamLoader(ElasticLoader):
         """`dataset` is any iterable with `state_dict` and `load_state_dict`, or, with `replay`, without. `length` is how many
         samples an epoch has, where that is known and the dataset does not say so itself."""
         if commit not in ("taken", "explicit"):
-            raise ValueError(f"commit is 'taken' or 'explicit', not {commit!r}")
+            raise ValueError(f"commit must be 'taken' or 'explicit', not {commit!r}")
         if not replay and not is_stateful(dataset):
             raise _without_state(dataset)
         if getattr(dataset, "_distributed", None) is not None:
             raise DataError(
-                "The dataset is divided among ranks already (split_dataset_by_node), so no rank could read what is left in "
-                "another world.",
-                hint="Give the whole dataset: each rank takes its part of every global batch.",
+                "The dataset is already divided among ranks (split_dataset_by_node), so the rest could not be read "
+                "with another world size.",
+                hint="Pass the undivided dataset: each rank takes its part of every global batch.",
             )
         if not replay and _has_unsaved_buffer(dataset):
             raise DataError(
-                f"{type(dataset).__name__} shuffles in a buffer that its state_dict leaves out: what is in the buffer when a "
-                "checkpoint is taken would never be trained after a restart.",
+                f"{type(dataset).__name__} shuffles in a buffer that its state_dict leaves out: samples in the buffer "
+                "at a checkpoint would never be trained after a restart.",
                 hint="Shuffle without a buffer (a map-style dataset: Dataset.shuffle, or its files with data=), or, with a seed "
                 "given to shuffle(), strata.data.StreamLoader(dataset, global_batch_size=..., replay=True), which reads the epoch "
                 "again up to the position.",
@@ -126,7 +126,7 @@ class StreamLoader(ElasticLoader):
             plan = sampler.plan(start)
             if number >= len(plan):
                 raise StateMismatch(
-                    f"The stream '{self.dataset}' gives more than the {sampler.total:,} samples it was said to have.",
+                    f"The stream '{self.dataset}' has more than the declared {sampler.total:,} samples.",
                     hint="Correct length=, or leave it out.",
                 )
             step = plan.micro_batch(number)
@@ -138,7 +138,7 @@ class StreamLoader(ElasticLoader):
             raise DataError(
                 f"The stream '{self.dataset}' ended after {start[1] + number * sampler.global_batch_size:,} samples of "
                 f"{sampler.total:,}.",
-                hint="Correct length=, or look why it ended early.",
+                hint="Correct length=, or check why it ended early.",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class StreamLoader(ElasticLoader):
         if not self._is_replayed and "stream" not in state:
             raise StateMismatch(
                 f"The saved position of '{self.dataset}' holds no state of a stream.",
-                hint="It was saved with replay=True, or with data that is read by number: use the same.",
+                hint="It was saved with replay=True, or with a map-style dataset: use the same here.",
             )
         self.sampler.load_state_dict(state)
         if not self._is_replayed:
@@ -174,7 +174,7 @@ class StreamSampler(ElasticSampler):
         if self.is_bounded and count != self.total:
             raise DataError(
                 f"The stream '{self.dataset}' ended after {count:,} samples of {self.total:,}.",
-                hint="Correct length=, or look why it ended early.",
+                hint="Correct length=, or check why it ended early.",
             )
         self._ends[epoch] = count
 
@@ -229,7 +229,7 @@ class _Pieces(IterableDataset[_Piece]):
             at += count
             waiting = (mine(count), self._now())
         if at + count == 0:
-            raise DataError("The dataset gave no samples.", hint="Check its path, filters and splits.")
+            raise DataError("The dataset has no samples.", hint="Check its path, filters and splits.")
         is_last = not count or plan.drop_last
         if waiting is not None:
             # At its end, a dataset says that the next epoch comes next.
@@ -270,9 +270,9 @@ class _Pieces(IterableDataset[_Piece]):
             for number in range(self._plan.start):
                 if next(samples, _END) is _END:
                     raise DataError(
-                        f"The dataset ended after {number:,} samples, and {self._plan.start:,} of them are trained: it does "
-                        "not give the same samples each time.",
-                        hint="Without a state of its own a dataset can be resumed only if it repeats itself.",
+                        f"The dataset ended after {number:,} samples, fewer than the {self._plan.start:,} already trained: it "
+                        "does not repeat the same samples.",
+                        hint="Without state_dict, a dataset can be resumed only if it always yields the same samples.",
                     )
             return samples
         if self._state is not None:
@@ -352,7 +352,7 @@ def _within_limit(encoded: dict[str, Any], size_bytes: int, name: str) -> dict[s
     if size_bytes > STATE_LIMIT_BYTES:
         raise StateMismatch(
             f"The state of the stream '{name}' has {size_bytes:,} bytes, more than {STATE_LIMIT_BYTES:,}.",
-            hint="It travels with every checkpoint: keep positions in it, and not samples (a smaller shuffle buffer).",
+            hint="It is saved with every checkpoint: keep positions in it, not samples (a smaller shuffle buffer).",
         )
     return encoded
 
@@ -365,9 +365,10 @@ def _decoded(encoded: Mapping[str, Any]) -> Any:
 
 def _without_state(dataset: object) -> DataError:
     return DataError(
-        f"{type(dataset).__name__} is an iterable dataset without state_dict and load_state_dict: after a restart nobody could "
-        "say which of its samples are trained, so neither exactly-once nor the same order can be promised.",
-        hint="Give it both methods; or use a map-style dataset, which is exact at any world size; or, if it gives the same "
-        "samples in the same order each time, strata.data.StreamLoader(dataset, global_batch_size=..., replay=True), which "
-        "reads it again from the epoch's beginning after a restart and drops what was trained.",
+        f"{type(dataset).__name__} is an iterable dataset without state_dict and load_state_dict: after a "
+        "restart it is unknown which of its samples were trained, so neither exactly-once nor the same order "
+        "can be guaranteed.",
+        hint="Implement both methods; or use a map-style dataset, which is exact at any world size; or, if it always "
+        "yields the same samples in the same order, strata.data.StreamLoader(dataset, global_batch_size=..., "
+        "replay=True), which reads it again from the start of the epoch after a restart and skips what was trained.",
     )

@@ -38,7 +38,9 @@ def format_named(name: str, *, path: str = "") -> Format:
     for format in FORMATS:
         if format.name == wanted:
             return format
-    raise DataError.at(path, f"the format '{name[:80]}' is not known", hint=f"Known are {', '.join(NAMES)}.")
+    raise DataError.at(
+        path, f"the format '{name[:80]}' is not known", hint=f"Known formats: {', '.join(NAMES)}."
+    )
 
 
 def format_of(paths: Iterable[str], *, path: str) -> Format:
@@ -53,6 +55,6 @@ def format_of(paths: Iterable[str], *, path: str) -> Format:
         f"there are files of several formats ({', '.join(sorted(found))})"
         if found
         else "the format cannot be determined",
-        hint=f"Say which one it is: format= one of {', '.join(NAMES)}.",
-        command_hint=f"Say which one it is: --format with one of {', '.join(NAMES)}.",
+        hint=f"Pass format=, one of {', '.join(NAMES)}.",
+        command_hint=f"Pass --format, one of {', '.join(NAMES)}.",
     )

@@ -85,7 +85,7 @@ def listed(refs: Sequence[FileRef], *, path: str) -> list[tuple[FileRef, FileInd
                 name = (packed or raw)["basename"]
                 raise DataError.at(
                     f"{folder}/{name}" if folder else name,
-                    f"there is no such file, and {place} lists it",
+                    f"the file is missing, but {place} lists it",
                     hint="Upload it again, or write the dataset again.",
                 )
             ref = files[chosen["basename"]]
@@ -93,7 +93,7 @@ def listed(refs: Sequence[FileRef], *, path: str) -> list[tuple[FileRef, FileInd
                 raise DataError.at(
                     ref.path,
                     f"it has {ref.size_bytes:,} bytes, and {place} says {chosen['bytes']:,}",
-                    hint="It is cut short, or of another dataset: upload it again.",
+                    hint="It is truncated, or belongs to another dataset: upload it again.",
                 )
             described = {
                 "columns": shard["column_names"],
@@ -223,7 +223,7 @@ class _Shard:
                     raise DataError.at(
                         self.source.path,
                         f"the compression '{kind}' of MDS shards is not known here",
-                        hint="Known are zstd, gz, br, bz2 and snappy: write the dataset with one of them.",
+                        hint="Write the dataset with zstd, gz, br, bz2 or snappy.",
                     )
         except (OSError, ValueError, zlib.error) as error:
             raise DataError.at(self.source.path, f"the compressed shard is damaged ({error})") from error

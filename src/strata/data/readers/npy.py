@@ -63,7 +63,7 @@ def _header(source: Source) -> tuple[tuple[int, ...], np.dtype[Any], int]:
         raise DataError.at(source.path, f"not a readable .npy file ({error})") from error
     if dtype.hasobject:
         raise DataError.at(
-            source.path, "it holds pickled objects, which are never loaded", hint="Save numbers."
+            source.path, "it holds pickled objects, which are never loaded", hint="Save an array of numbers."
         )
     if fortran_order or not shape:
         raise DataError.at(

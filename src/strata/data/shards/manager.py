@@ -93,8 +93,8 @@ class ShardManager:
         format: str = "",
         metadata: Mapping[str, str] | None = None,
     ) -> int:
-        """Cut a dataset into shards; returns how many. Again with the same values is no change; with others it
-        is refused."""
+        """Cut a dataset into shards; returns how many. Repeating it with the same values changes nothing; other values
+        are refused."""
         spec = DatasetSpec(
             dataset_id=DatasetId(dataset_id),
             path=path or dataset_id,
@@ -131,7 +131,7 @@ class ShardManager:
         self._change_workers(self._workers | {worker_id}, f"{worker_id} joined")
 
     def remove_worker(self, worker_id: str, *, cause: str = "") -> None:
-        """Its unfinished shards go to the others. One that is not there is no change."""
+        """Give its unfinished shards to the others. An unknown worker changes nothing."""
         self._change_workers(self._workers - {worker_id}, cause or f"{worker_id} left")
 
     def workers(self) -> list[str]:
@@ -141,7 +141,7 @@ class ShardManager:
     # Shards -------------------------------------------------------------------------------------------------
 
     def get_shard_for_worker(self, dataset_id: str, worker_id: str, epoch: int = 0) -> list[Shard]:
-        """Every shard of a worker in an epoch, in the order to read them. A worker that asks takes part."""
+        """Every shard of a worker in an epoch, in the order to read them. Asking makes the worker a member."""
         with self._lock:
             entry = self._entry(dataset_id)
             checks.between("epoch", epoch, 0, 2**31 - 1)

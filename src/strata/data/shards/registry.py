@@ -81,7 +81,8 @@ class DatasetRegistry:
             coordinator = self._own = TrainingOrchestrator(coordinator)
         if coordinator is not None and not hasattr(coordinator, "register_dataset"):
             raise TypeError(
-                "coordinator is a TrainingOrchestrator, an address or None, not " + type(coordinator).__name__
+                "coordinator must be a TrainingOrchestrator, an address or None, not "
+                + type(coordinator).__name__
             )
         self._coordinator = coordinator
         self._formats: dict[str, str] = {}
@@ -153,7 +154,7 @@ class DatasetRegistry:
         self._shards.add_worker(worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Its unfinished shards go to the others. With a connection of its own, a registry removes its own worker."""
+        """Give its unfinished shards to the others. A registry with its own connection removes its own worker."""
         if self._own is not None and self._own.worker_id == worker_id:
             self._own.deregister()
             return
@@ -285,4 +286,4 @@ class DatasetRegistry:
 
     def _alone(self, call: str, instead: str) -> None:
         if self._coordinator is not None:
-            raise StrataError(f"{call} is for a registry alone in its process.", hint=instead)
+            raise StrataError(f"{call} is only for a registry without a coordinator.", hint=instead)

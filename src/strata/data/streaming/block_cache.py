@@ -6,7 +6,7 @@ is removed and fetched again. Of several processes that want a block one fetches
 
 Space is reserved before anything is written, under a lock of the whole cache: an unfinished block counts with its full size.
 Whoever fetches holds a lock on the unfinished file, which the kernel releases with the process, so what a killed process
-left is told from what is under way, and removed when space is needed. The least recently used blocks go first.
+left is distinguished from what is under way, and removed when space is needed. The least recently used blocks go first.
 
 A cache that cannot be used is no error: then blocks are fetched and not kept.
 """
@@ -160,7 +160,7 @@ class BlockCache:
             os.close(part)
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("data is read without a cache from now on: %s", error)
+        log.warning("continuing without a data cache: %s", error)
         self._is_usable = False
 
     # --- all blocks -----------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _limit_mb() -> int:
     if text and not text.isdigit():
         raise DataError(
             f"STRATA_CACHE_LIMIT_MB is {text!r}, which is not a number of megabytes.",
-            hint=f"Set it to a whole number, or leave it out ({LIMIT_MB:,}); 0 keeps nothing.",
+            hint=f"Set it to a whole number, or unset it (default {LIMIT_MB:,}); 0 disables the cache.",
         )
     return int(text or LIMIT_MB)
 

@@ -91,7 +91,7 @@ class DecompressedSource:
         self._packed = packed
         self._is_zstd = packed.read(0, 4) == b"\x28\xb5\x2f\xfd"
         if not self._is_zstd and packed.read(0, 2) != b"\x1f\x8b":
-            raise DataError.at(packed.path, "it is neither gzip nor zstd, whatever its name says")
+            raise DataError.at(packed.path, "it is neither gzip nor zstd, despite its name")
         self._spans: list[_Span] = []
         self._is_complete = False
         self._kept: OrderedDict[int, bytes] = OrderedDict()
@@ -370,12 +370,12 @@ class _Gzip:
                 break
             if not self._stream.avail_in and not self._more_input():
                 break
-            room = min(most - len(found), len(buffer))
+            space = min(most - len(found), len(buffer))
             self._stream.next_out = ctypes.addressof(buffer)
-            self._stream.avail_out = room
+            self._stream.avail_out = space
             self._is_at_member = self._is_at_block = False
             code = self._library.inflate(ctypes.byref(self._stream), _BLOCK)
-            made = buffer.raw[: room - self._stream.avail_out] if self._stream.avail_out < room else b""
+            made = buffer.raw[: space - self._stream.avail_out] if self._stream.avail_out < space else b""
             found += made
             self._window = (self._window + made)[-_WINDOW_BYTES:]
             if code == _END:

@@ -87,7 +87,7 @@ class UnfinishedIndex:
             with fresh_file(self._path, durable=False) as file:
                 np.savez(file, **{**arrays, **self.also()})  # type: ignore[arg-type]
         except OSError as error:
-            log.debug("an unfinished index was not kept: %s", error)
+            log.debug("an unfinished index was not cached: %s", error)
             self._is_kept = False
         self._kept_s = time.monotonic()
         self._took_s = self._kept_s - began_s

@@ -83,7 +83,7 @@ def load(place: str) -> DatasetFiles:
                 f"up to {VERSION}"
             )
         if about["version"] != VERSION:
-            raise ValueError(f"there is no version {about['version']}")
+            raise ValueError(f"unknown version {about['version']}")
         files = tuple(DataFile(**file) for file in about["files"])
         by_file: list[dict[str, np.ndarray]] = [{} for _ in files]
         for name, array in arrays.items():

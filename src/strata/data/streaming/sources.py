@@ -126,7 +126,7 @@ class StoredSource:
     def __init__(
         self, url: str, *, version: str = "", size_bytes: int | None = None, set_bytes: int = 0
     ) -> None:
-        """`version` and `size_bytes` as a listing told them; else they are asked for. `set_bytes`: of the whole dataset."""
+        """`version` and `size_bytes` as a listing reported them; else they are asked for. `set_bytes`: of the whole dataset."""
         self.path = url
         self._store, self._key = _client(url)
         if size_bytes is None:
@@ -278,7 +278,7 @@ class StoredSource:
                 self.path,
                 "the object was replaced since it was first looked at",
                 hint="Data must not change during an epoch: restore the version it had, or register it again.",
-                command_hint="Let nobody change it meanwhile, and run the command again.",
+                command_hint="Run the command again while the data does not change.",
             ) from error
         except StoreError as error:
             raise DataError.at(self.path, error.message, hint=error.hint) from error
@@ -485,7 +485,7 @@ def find(path: str | os.PathLike[str], suffixes: tuple[str, ...] = ()) -> list[F
             f"there is no such file{wanted}"
             if found or _has_magic(text)
             else "there is no such file or directory",
-            hint="Give a file, a directory, a glob like 'data/*.jsonl', or s3://bucket/prefix.",
+            hint="Pass a file, a directory, a glob like 'data/*.jsonl', or s3://bucket/prefix.",
         )
     return matching
 
@@ -566,7 +566,7 @@ def _client(url: str) -> tuple[Store, str]:
         raise DataError.at(
             url,
             "this process was forked from one that uses object storage, whose client does not survive a fork",
-            hint="Give the loader multiprocessing_context='spawn'; ElasticLoader does so by itself.",
+            hint="Pass multiprocessing_context='spawn' to the loader; ElasticLoader does so by itself.",
         )
     bucket, key = _split_url(url)
     try:
@@ -609,7 +609,7 @@ def _missing(path: str) -> DataError:
         path,
         "there is no such file",
         hint="Was it moved or deleted since it was registered?",
-        command_hint="Was it moved or deleted meanwhile? List what is there: strata data stat URL.",
+        command_hint="Was it moved or deleted meanwhile? List the files: strata data stat URL.",
     )
 
 

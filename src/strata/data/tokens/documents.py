@@ -139,8 +139,8 @@ class TokenSequences(FetchesAhead):
 
     def _ended_before(self, token: Numbers) -> Numbers:
         index = self._reader.index
-        begun = np.searchsorted(index.document_starts, token, side="right")
-        return np.asarray(begun - (token < index.total_tokens))
+        started = np.searchsorted(index.document_starts, token, side="right")
+        return np.asarray(started - (token < index.total_tokens))
 
 
 def tokens(path: str | os.PathLike[str]) -> TokenDocuments:

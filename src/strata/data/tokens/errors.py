@@ -64,7 +64,7 @@ class MissingTextKey(BadRecord):
             line,
             f"KeyError: {key!r} (available keys: {fields})",
             unit=unit,
-            hint=f"Name the right one: --text-key {found[0] if found else 'content'} (data.text_key in YAML).",
+            hint=f"Pass the right one: --text-key {found[0] if found else 'content'} (data.text_key in YAML).",
         )
         self.key = key
         self.found = tuple(found)

@@ -86,9 +86,7 @@ class IndexHeader:
                 hint="Upgrade Strata here, or build the index again with this version.",
             )
         if version != FORMAT_VERSION:
-            raise InvalidIndex(
-                f"There is no format version {version} of a token index.", hint="Build it again."
-            )
+            raise InvalidIndex(f"Unknown format version {version} of a token index.", hint="Build it again.")
         (check,) = cls._CHECK.unpack_from(data, cls._FIELDS.size)
         if check != xxhash.xxh3_64_intdigest(data[: cls._FIELDS.size]):
             raise InvalidIndex("Token index header is damaged: checksum differs.", hint="Build it again.")
@@ -106,7 +104,7 @@ class IndexHeader:
         ) = cls._FIELDS.unpack_from(data)
         if token_bytes not in (2, 4) or not entry_interval:
             raise InvalidIndex(
-                "Token index header is damaged: its numbers cannot be.", hint="Build it again."
+                "Token index header is damaged: its numbers are impossible.", hint="Build it again."
             )
         return cls(
             version=version,

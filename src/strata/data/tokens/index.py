@@ -183,11 +183,11 @@ class TokenIndex:
         last = interval + 1 >= self.header.num_entries
         hi = self.header.num_records if last else self.entry(interval + 1).record + 1
         if not lo < hi <= self.header.num_records:
-            raise self._damaged("a landmark is not where it can be")
+            raise self._damaged("a landmark is out of place")
         record = bisect_right(self._starts, token, lo, hi) - 1
         file_index = bisect_right(self.meta.files, record, key=lambda file: file.first_record) - 1
         if record < lo or file_index < 0:
-            raise self._damaged("a record does not begin where it can")
+            raise self._damaged("a record starts out of place")
         return file_index, int(self._places[record]), token - int(self._starts[record])
 
     def _damaged(self, what: str) -> InvalidIndex:
@@ -207,7 +207,7 @@ class TokenIndex:
         return self._section(self.header.places_at, self.header.num_records, np.dtype("<u8"))
 
     def let_go(self, read_bytes: int) -> None:
-        """Tell that `read_bytes` more were read. Now and then the mapped pages are dropped from this process
+        """Note that `read_bytes` more were read. From time to time, the mapped pages are dropped from this process
         (they stay in the page cache), so that its memory does not grow towards the size of the index."""
         self._touched_bytes += read_bytes
         if not self.url and self._touched_bytes >= RESIDENT_LIMIT_BYTES:

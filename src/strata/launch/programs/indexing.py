@@ -41,8 +41,8 @@ def dataset_files(dataset: TaskDataset) -> list[str]:
     if is_remote(dataset.path):
         raise DataError.at(
             dataset.path,
-            "text is read from local disks, and this path is remote",
-            hint="Copy it here, or register a recipe that reads it where it is.",
+            "text is read from local disks, but this path is remote",
+            hint="Copy it to this machine, or register a recipe that reads it remotely.",
         )
     return list(dataset.files) or [ref.path for ref in find(dataset.path, TEXT_SUFFIXES)]
 

@@ -88,7 +88,7 @@ class Driver:
                     try:
                         self._adopt(request.plans)
                     except Superseded as error:
-                        hint = "If etcd was set up anew, give the journal another prefix, or restart the Ray cluster."
+                        hint = "If etcd was set up again, give the journal another prefix, or restart the Ray cluster."
                         self.say(
                             DriverFailed(
                                 reason=f"The Ray cluster is not this coordinator's: {error}.", hint=hint
@@ -135,7 +135,7 @@ class Driver:
                 run = self._runs[plan.run_id] = RayRun(plan.run_id, self.options, self.say)
                 run.take_up(plan, agents)
             else:
-                reason = "no trace of it is left in the Ray cluster"
+                reason = "it left no trace in the Ray cluster"
                 self.say(Lost(run_id=plan.run_id, task_id=plan.task_id, reason=reason))
         for run_id, agents in found.items():
             self._end(run_id, agents)

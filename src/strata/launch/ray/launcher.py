@@ -95,7 +95,7 @@ class RayLauncher:
                 raise
             raise LaunchFailed(
                 f"The Ray cluster at '{self._options.address}' did not answer within {CONNECT_S:g} s.",
-                hint="Look at it with: ray status",
+                hint="Check it with: ray status",
             ) from None
         finally:
             self._adopted = None
@@ -107,12 +107,12 @@ class RayLauncher:
             plan.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise LaunchFailed(
-                f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Look at {plan.task_dir}."
+                f"Task '{plan.task_id}' cannot be started: {error}.", hint=f"Check {plan.task_dir}."
             ) from error
         if not self._ask(Start(plan=plan)):
             raise LaunchFailed(
                 f"The Ray cluster at '{self._options.address}' is unreachable.",
-                hint="Look at it with: ray status",
+                hint="Check it with: ray status",
             )
         self._plans[plan.run_id] = plan
 
@@ -161,9 +161,7 @@ class RayLauncher:
             if not self._adopted.done():
                 self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
             return
-        self._outage.start(
-            f"lost the Ray cluster at '{self._options.address}'; trying again every {AGAIN_S:g} s"
-        )
+        self._outage.start(f"lost the Ray cluster at '{self._options.address}'; retrying every {AGAIN_S:g} s")
         self._again = self._loop.call_later(AGAIN_S, self._connect)
 
     def _received(self, message: Observation | News) -> None:

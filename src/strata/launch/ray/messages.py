@@ -32,7 +32,7 @@ class Superseded(Exception):
         self.term, self.latest = term, latest
 
     def __str__(self) -> str:
-        return f"a coordinator of term {self.latest} has taken the runs over; this one is of term {self.term}"
+        return f"a coordinator of term {self.latest} has taken over the runs; this one has term {self.term}"
 
 
 # --- coordinator to driver ----------------------------------------------------------------------------------

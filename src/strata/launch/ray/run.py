@@ -162,7 +162,7 @@ class RayRun:
         self._memory.check()
         group = placement_group(bundles, strategy="SPREAD", name=self._group_name, lifetime="detached")
         while not group.wait(1):
-            self._give_up_at(deadline_s, "its resources were taken in the meantime")
+            self._give_up_at(deadline_s, "its resources were taken by others in the meantime")
         files = task_files(plan.task_dir)
         for index, (count, bundle) in enumerate(zip(counts, bundles, strict=True)):
             agent = AgentPlan(index=index, agents=len(counts), nproc=count, plan=plan, files=files)
@@ -242,7 +242,7 @@ class RayRun:
         if time.monotonic() > deadline_s:
             raise LaunchFailed(
                 f"The Ray cluster has no capacity for the task: {reason}.",
-                hint="Add nodes, ask for fewer workers, or wait until others have ended: ray status",
+                hint="Add nodes, request fewer workers, or wait until other jobs have ended: ray status",
             )
 
     # --- watching -------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ number are of all."""
 class Histogram:
     """Many values that are logged as one metric: `job.log({"grads": strata.Histogram(grad)})`.
 
-    values: a tensor, an array or a list of numbers, of any shape. Of a sharded tensor it is this rank's part. Values that are
-    no finite number are left out.
+    values: a tensor, an array or a list of numbers, of any shape. Of a sharded tensor, only this rank's part is used.
+    Values that are not finite are left out.
     """
 
     __slots__ = ("values",)
@@ -68,8 +68,8 @@ def _flat(name: str, values: Any) -> torch.Tensor:
         elif not found.numel():
             what = "has no values."
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"has values that are no numbers: {error}."
+        what = f"has values that are not numbers: {error}."
     if what:
-        raise InvalidArgument(f"histogram '{name}'", what, hint="Give a tensor or an array of numbers.")
+        raise InvalidArgument(f"histogram '{name}'", what, hint="Pass a tensor or an array of numbers.")
     flat = found.reshape(-1)
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.to(torch.float32)

@@ -321,7 +321,7 @@ class MetricLog:
         waiting, held.rows = held.rows, deque()
         for rows in waiting:
             covered = rows.steps <= self._committed
-            # When too many wait: better too early than never.
+            # When the buffer is full: better too early than never.
             if held.sink.takes_uncommitted or all_of_it or held.values > VALUES_LIMIT:
                 covered[:] = True
             ready = rows.where(covered)
@@ -339,16 +339,18 @@ class MetricLog:
             call()
         except Exception as error:
             held.has_failed = True
-            log.warning("%s takes no more metrics: %s", type(held.sink).__name__, error, exc_info=True)
+            log.warning("%s accepts no more metrics: %s", type(held.sink).__name__, error, exc_info=True)
 
     def _say_drops(self) -> None:
         lost = self.dropped + (self._outbox.dropped_total if self._outbox is not None else 0)
         if lost and not self._dropped_said:
             self._dropped_said = True
             why = (
-                self._outbox.refused if self._outbox is not None and self._outbox.refused else "too many wait"
+                self._outbox.refused
+                if self._outbox is not None and self._outbox.refused
+                else "the buffer is full"
             )
-            log.warning("%d logged values were not kept: %s", lost, why)
+            log.warning("%d logged values were dropped: %s", lost, why)
 
 
 def system_metrics(usage: pb.ResourceUsage) -> dict[str, float]:
@@ -420,7 +422,7 @@ def _not_a_number(names: Sequence[str], values: Sequence[object]) -> StrataError
         except (TypeError, OverflowError, ValueError):
             return InvalidArgument(
                 f"metric '{name}'",
-                f"is no number ({type(value).__name__}).",
+                f"is not a number ({type(value).__name__}).",
                 hint="Log numbers, 0-dimensional tensors, or mappings of names to them; many values as strata.Histogram(values).",
             )
-    return InvalidArgument("metrics", "are no numbers.", hint="Log numbers.")
+    return InvalidArgument("metrics", "are not numbers.", hint="Log numbers.")

@@ -302,7 +302,7 @@ class ShardedJob:
         try:
             found = slice_of(image, item, stored)
         except (Damaged, StoreError) as error:
-            log.warning("rank %d asked for what cannot be read: %s", to, error)
+            log.warning("rank %d requested data that cannot be read: %s", to, error)
             distributed.send(torch.zeros(1, dtype=torch.uint8, device=device), to)
             return
         distributed.send(torch.ones(1, dtype=torch.uint8, device=device), to)

@@ -55,7 +55,7 @@ def _refuse_optimizer(what: str, optimizer: object) -> None:
     for each in _unwrapped(optimizer):
         if _is_a(each, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
             raise UnsupportedSharding(
-                f"{what} is a ZeroRedundancyOptimizer, which keeps each rank's part of its state to itself.",
+                f"{what} is a ZeroRedundancyOptimizer, which keeps each rank's part of its state local.",
                 hint="Use FSDP2, which shards the optimizer's state with the model's: "
                 "torch.distributed.fsdp.fully_shard(module, mesh=mesh), and an ordinary optimizer made after it.",
             )

@@ -37,16 +37,18 @@ router = APIRouter(prefix="/api", tags=["access"])
 
 
 class SessionView(BaseModel):
-    """Who is asking, and what they may do."""
+    """The caller and its permissions."""
 
     name: str
     role: Role
-    job_id: str | None = Field(description="The only job this credential is about; null: all of them")
-    signed_in: bool = Field(description="Whether a cookie says so, which signing out would end")
+    job_id: str | None = Field(description="The job this credential is bound to; null: all jobs")
+    signed_in: bool = Field(
+        description="Whether the caller signed in with a cookie, which signing out would end"
+    )
 
 
 class SignInBody(BaseModel):
-    """A token, or the code of a link. One of them."""
+    """A token or the code of a link; exactly one of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -61,7 +63,7 @@ class LinkBody(BaseModel):
 
 
 class LinkView(BaseModel):
-    path: str = Field(description="To be put behind the coordinator's address", examples=["/sign-in#code=…"])
+    path: str = Field(description="To be appended to the coordinator's address", examples=["/sign-in#code=…"])
     expires_in: float = Field(description="In seconds")
 
 
@@ -71,7 +73,7 @@ class CreateTokenBody(BaseModel):
     name: str = Field(default="unnamed", min_length=1, max_length=64, examples=["ci"])
     role: Role
     job_id: str | None = Field(default=None, min_length=1, max_length=checks.NAME_LIMIT)
-    expires: str = Field(default="30d", max_length=16, description="7d, 12h, 30m; or never")
+    expires: str = Field(default="30d", max_length=16, description="Lifetime: 7d, 12h, 30m, or never")
 
 
 class TokenView(BaseModel):
@@ -99,7 +101,7 @@ async def session(request: Request, gatekeeper: TheGatekeeper, principal: ThePri
 async def sign_in(
     request: Request, gatekeeper: TheGatekeeper, audit: TheAuditLog, body: SignInBody
 ) -> Response:
-    """Signs a browser in: the answer sets a cookie that lives for twelve hours, or until the token is revoked."""
+    """Sign a browser in: the answer sets a cookie that is valid for twelve hours, or until the token is revoked."""
     connection = request.state.connection
     if (body.token is None) == (body.code is None):
         raise InvalidArgument("token", "or code must be given, and not both.", hint="Send one of them.")
@@ -125,7 +127,7 @@ async def sign_out(request: Request, gatekeeper: TheGatekeeper) -> Response:
 
 @router.post("/session/links", status_code=201)
 async def create_link(gatekeeper: TheGatekeeper, principal: ThePrincipal, body: LinkBody) -> LinkView:
-    """A link that signs a browser in, once and within ten minutes."""
+    """Create a link that signs a browser in, once and within ten minutes."""
     role = body.role or principal.role
     principal.require(role)
     code = gatekeeper.sign_ins.create_link(replace(principal, name=f"link of {principal.name}", role=role))
@@ -134,7 +136,7 @@ async def create_link(gatekeeper: TheGatekeeper, principal: ThePrincipal, body: 
 
 @router.get("/tokens")
 async def tokens(gatekeeper: TheGatekeeper) -> list[TokenView]:
-    """Those created here, oldest first; not the ones of the configuration."""
+    """Tokens created at this coordinator, oldest first, without those of its configuration."""
     return [TokenView(**token.public(time.time())) for token in gatekeeper.tokens.all()]
 
 
@@ -156,7 +158,7 @@ async def create_token(
 
 @router.delete("/tokens/{token_id}", status_code=204, responses=NOT_FOUND)
 async def revoke_token(gatekeeper: TheGatekeeper, token_id: NameInPath) -> Response:
-    """It counts for nothing from now on; streams that were opened with it end within a second."""
+    """Revoke a token. It stops working immediately; streams opened with it end within a second."""
     await asyncio.to_thread(gatekeeper.tokens.revoke, token_id)
     return Response(status_code=204)
 
@@ -169,11 +171,13 @@ async def revoke_token(gatekeeper: TheGatekeeper, token_id: NameInPath) -> Respo
 async def audit_log(
     audit: TheAuditLog,
     limit: Limit = 100,
-    q: Annotated[str, Query(max_length=256, description="Text that must be in the entry, in any case")] = "",
+    q: Annotated[
+        str, Query(max_length=256, description="Only entries that contain this text, ignoring case")
+    ] = "",
     before: Timestamp = None,
     format: Literal["json", "ndjson"] = "json",
 ) -> Response:
-    """Who did what to what, newest first. `ndjson` is one entry a line, for other tools."""
+    """Who did what, newest first. `ndjson` has one entry per line, for other tools."""
     found = await asyncio.to_thread(audit.newest, limit, text=q, before_s=before)
     if format == "ndjson":
         lines = b"".join(orjson.dumps(entry) + b"\n" for entry in found)

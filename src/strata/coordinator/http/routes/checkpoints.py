@@ -30,7 +30,7 @@ async def job_safety(
     job_id: NameInPath,
     step: Annotated[int | None, Query(ge=0, le=checks.SAMPLES_LIMIT)] = None,
 ) -> Response:
-    """Where the copies of a step lie, by default of the newest, in which failure domains it is safe, and what would be lost if a
+    """Where the copies of a step are (by default of the newest), which failures it survives, and what would be lost if a
     process, a machine or the site failed now."""
     cluster, job = await runtime.engine.settled(), JobId(job_id)
     is_here = job in cluster.membership.job_generations or TaskId(job) in cluster.tasks.tasks
@@ -53,7 +53,7 @@ async def checkpoints(runtime: TheRuntime, request: Request) -> Response:
 async def verify_checkpoint(
     runtime: TheRuntime, principal: ThePrincipal, checkpoint_id: NameInPath
 ) -> Response:
-    """Read every byte again and compare it with the manifest. 202 while that is under way: ask again."""
+    """Read every byte and compare it with the manifest. 202 while that is in progress: retry."""
     cluster = await runtime.engine.settled()
     found = await runtime.verifications.verify(cluster, CheckpointId(checkpoint_id), principal)
     return json_response(found, status=202 if found.status == "verifying" else 200)

@@ -49,13 +49,13 @@ async def dashboard(runtime: TheRuntime, request: Request) -> Response:
 async def events(
     runtime: TheRuntime, gatekeeper: TheGatekeeper, principal: ThePrincipal, request: Request
 ) -> StreamingResponse:
-    """Everything that happens, as server-sent events. Resumes after `Last-Event-ID`; `resync` means: reload."""
+    """All events, as server-sent events. Resumes after `Last-Event-ID`; after `resync`, reload the state."""
     last = request.headers.get("last-event-id")
     return runtime.event_readers.respond(runtime.feed.follow(last), request, gatekeeper, principal)
 
 
 @router.get("/api/events/recent", response_model=list[StreamEvent])
 async def recent_events(runtime: TheRuntime) -> Response:
-    """What happened lately, oldest first, with the ids the stream gave it: joins, losses, saves, recoveries, tasks."""
+    """Recent events, oldest first, with their ids in the stream: joins, losses, saves, recoveries, tasks."""
     headers = {"Cache-Control": "no-store"}
     return Response(runtime.feed.recent(), media_type="application/json", headers=headers)

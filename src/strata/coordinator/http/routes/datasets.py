@@ -89,7 +89,7 @@ async def register_dataset(
 
 @router.delete("/{dataset_id}", status_code=204, responses={**NOT_FOUND, **_IN_USE})
 async def remove_dataset(runtime: TheRuntime, principal: ThePrincipal, dataset_id: NameInPath) -> Response:
-    """It is no longer known, and neither are its plans. Files are not touched."""
+    """Unregister a dataset and its plans. Files are not touched."""
     command = RemoveDataset(dataset_id=DatasetId(dataset_id), reason=f"removed by {principal.name}")
     await runtime.engine.submit(command, client=principal.client)
     return Response(status_code=204)
@@ -104,7 +104,7 @@ async def shards(
     offset: Annotated[int, Query(ge=0, le=checks.SHARDS_LIMIT)] = 0,
     limit: Limit = 10_000,
 ) -> Response:
-    """Who holds which range, ten thousand shards at a time."""
+    """Which worker is assigned which range, ten thousand shards at a time."""
     cluster = await runtime.engine.settled()
     spec = cluster.datasets.get(DatasetId(dataset_id))
     job = JobId(job_id) if job_id is not None else None
@@ -113,7 +113,7 @@ async def shards(
         raise Unknown(
             "shard plan of dataset",
             dataset_id,
-            hint="A plan exists once a worker has joined, and for the last epochs that were started.",
+            hint="A plan exists once a worker has joined, and only for the last epochs that were started.",
         )
     return json_response(views.shard_plan(cluster, key, offset=offset, limit=limit))
 
@@ -122,7 +122,7 @@ async def shards(
 async def audit(
     runtime: TheRuntime, dataset_id: NameInPath, epoch: Epoch = None, job_id: NameFilter = None
 ) -> Response:
-    """What the completed checkpoints prove: each sample of an epoch exactly once, or what is not."""
+    """Whether each sample of an epoch was trained exactly once, according to the completed checkpoints."""
     cluster = await runtime.engine.settled()
     job = JobId(job_id) if job_id is not None else None
     return json_response(views.audits(cluster, DatasetId(dataset_id), job=job, epoch=epoch))
@@ -136,7 +136,7 @@ async def preview(
     worker_id: NameFilter = None,
     limit: Annotated[int, Query(ge=1, le=20)] = 5,
 ) -> Response:
-    """Real samples: those `worker_id` reads now, or the first of the dataset."""
+    """Samples that `worker_id` reads now, or the first ones of the dataset."""
     cluster = await runtime.engine.settled()
     spec = cluster.datasets.get(DatasetId(dataset_id))
     worker = WorkerId(worker_id) if worker_id is not None else None

@@ -1,5 +1,5 @@
-"""Machines that go, over HTTP: which they are and what became of their runs, which can be asked to, asking one, and letting it be used
-again; and what machines have measured of themselves."""
+"""Drains over HTTP: machines that are draining or drained and the outcome for their runs, machines that can be drained, draining
+one and cancelling that; and the health checks of machines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DrainBody(BaseModel):
         min_length=1, max_length=checks.NAME_LIMIT, description="As its workers show it", examples=["node-7"]
     )
     within_s: float = Field(
-        ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be gone", examples=[90]
+        ge=0, le=MAX_WITHIN_S, description="Seconds until the machine may be shut down", examples=[90]
     )
     reason: str = Field(default="", max_length=REASON_LIMIT, examples=["maintenance of rack 4"])
 
@@ -37,26 +37,26 @@ class MachineAgents(BaseModel):
     """A machine that can be drained."""
 
     host: str = Field(description="As its workers show it")
-    agents: int = Field(description="Those that hold a stream to this coordinator")
+    agents: int = Field(description="Those connected to this coordinator")
 
 
 @router.get("/agents", response_model=list[MachineAgents])
 async def agents(runtime: TheRuntime) -> Response:
-    """Machines whose agents are connected, by name: those that a drain asks to go. A run that meets elsewhere has none here."""
+    """Machines whose agents are connected, by name: those that can be drained. A run with another rendezvous has none here."""
     found = runtime.agents.by_host()
     return json_response([{"host": host, "agents": found[host]} for host in sorted(found)])
 
 
 @router.get("/drains", response_model=list[DrainView])
 async def drains(runtime: TheRuntime) -> Response:
-    """Machines that go or have gone, and what became of the runs on them, in the order in which they were asked to go."""
+    """Machines that are draining or drained, and the outcome for the runs on them, in the order in which they were drained."""
     return json_response((await runtime.engine.settled()).drains.shown())
 
 
 @router.post("/drains", status_code=201, response_model=DrainView)
 async def drain(runtime: TheRuntime, principal: ThePrincipal, body: DrainBody) -> Response:
-    """Ask a machine to go: its agents save, hand over and leave before the deadline, and are refused. Of two deadlines the
-    earlier one counts."""
+    """Drain a machine: its agents save, hand over and leave before the deadline, and are refused afterwards. Of two
+    deadlines, the earlier one counts."""
     command = DrainHost(
         host=body.host,
         within_s=body.within_s,
@@ -71,12 +71,12 @@ async def drain(runtime: TheRuntime, principal: ThePrincipal, body: DrainBody) -
 
 @router.delete("/drains/{host}", status_code=204, responses=NOT_FOUND)
 async def cancel(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath) -> Response:
-    """Let a machine be used again: start its agents anew. Those that are leaving already are not held up."""
+    """Allow a machine to be used again: restart its agents. Those that are already leaving still leave."""
     await runtime.engine.submit(CancelDrain(host=host, by=principal.name), client=principal.client)
     return Response(status_code=204)
 
 
 @router.get("/machines", response_model=list[HealthView])
 async def machines(runtime: TheRuntime) -> Response:
-    """What each machine has measured of itself before its agent joined, or after a failure; the newest of each."""
+    """The newest health checks of each machine, made before its agent joined or after a failure."""
     return json_response((await runtime.engine.settled()).health.shown())

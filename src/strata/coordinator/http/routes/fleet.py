@@ -25,7 +25,7 @@ async def barriers(runtime: TheRuntime, request: Request) -> Response:
 
 @router.get("/api/recoveries", response_model=list[views.RecoveryView])
 async def recoveries(runtime: TheRuntime, request: Request) -> Response:
-    """Newest first, each with the seconds of its phases."""
+    """Recoveries, newest first, each with the seconds of its phases."""
     return await page_response(runtime, "recoveries", request)
 
 

@@ -28,7 +28,7 @@ router = APIRouter(tags=["logs"])
 
 ENTRY_ID = r"^log_[0-9a-f]{1,16}$"
 EntryId = Annotated[str | None, Query(pattern=ENTRY_ID)]
-Level = Annotated[Literal["debug", "info", "warn", "error"] | None, Query(description="Least severe wanted")]
+Level = Annotated[Literal["debug", "info", "warn", "error"] | None, Query(description="Minimum level")]
 Text = Annotated[
     str | None, Query(max_length=256, description="Text that the message must contain, ignoring case")
 ]
@@ -43,7 +43,7 @@ async def _wanted(
     since: Timestamp = None,
     until: Timestamp = None,
 ) -> LogFilter:
-    """`after` and `before` are ids of entries, `since` and `until` times."""
+    """Search the log. `after` and `before` are ids of entries, `since` and `until` are times."""
     return LogFilter(
         level=level,
         worker_id=worker_id,
@@ -79,7 +79,7 @@ async def live_logs(
     request: Request,
     task_id: NameFilter = None,
 ) -> StreamingResponse:
-    """Entries as they come, as `log` events; `missed` says how many a slow reader has not received.
+    """Entries as they arrive, as `log` events; `missed` counts those that a slow reader has not received.
 
     Resumes after `Last-Event-ID`, or after the entry `after`.
     """

@@ -49,7 +49,7 @@ Step = Annotated[
 
 @router.get("/api/metrics", response_model=views.MetricsView)
 async def api_metrics(runtime: TheRuntime, request: Request) -> Response:
-    """MB/s of checkpoints completed lately, gRPC requests/s, workers, ms of barriers (p99) and of the last plan."""
+    """Checkpoint throughput (MB/s), gRPC requests/s, workers, barrier latency (p99, ms) and time of the last plan (ms)."""
     return await page_response(runtime, "metrics", request)
 
 
@@ -67,9 +67,9 @@ async def history(
     since: Timestamp = None,
     step: Step = None,
 ) -> Response:
-    """The last hour by the second or the last day by the minute, of the fleet or of one job; or the last hour of one worker.
+    """The last hour by second or the last day by minute, for the fleet or one job; or the last hour of one worker.
 
-    Each series says its unit. Without `since` the last hour is answered, or the last day where `step` is 60.
+    Each series has its unit. Without `since`, the last hour is returned, or the last day if `step` is 60.
     """
     now_s = time.time()
     units = WORKER_SERIES if worker_id is not None else FLEET_SERIES if job_id is None else JOB_SERIES
@@ -77,7 +77,7 @@ async def history(
     for name in names:
         if name not in units:
             raise InvalidArgument(
-                "series", f"'{name[:64]}' is not one.", hint=f"There are {', '.join(units)}."
+                "series", f"'{name[:64]}' is not a series.", hint=f"Choose from {', '.join(units)}."
             )
     if worker_id is not None:
         return _of_worker(runtime, worker_id, names, now_s=now_s, since=since, job_id=job_id)
@@ -90,7 +90,7 @@ async def history(
         track = Track(JOB_SERIES)  # It has reported nothing yet, or not since the coordinator has started.
     if track is None:
         raise Unknown(
-            "history of job", job_id or "", hint="It starts when a worker of the job reports metrics."
+            "history of job", job_id or "", hint="It exists once a worker of the job reports metrics."
         )
     by_minutes = step == "60" or (step is None and since is not None and now_s - since > SECONDS)
     if since is None:
@@ -129,7 +129,7 @@ async def goodput(runtime: TheRuntime) -> Response:
 
 @router.get("/api/jobs/{job_id}/goodput", response_model=GoodputView, responses=NOT_FOUND)
 async def job_goodput(runtime: TheRuntime, job_id: NameInPath) -> Response:
-    """Of a job that has not reported yet nothing is measured, and `goodput` is null."""
+    """Where the time of one job went. For a job that has not reported yet, `goodput` is null."""
     cluster = await runtime.engine.settled()
     tasks, job = cluster.tasks.tasks, JobId(job_id)
     if not _is_known(runtime, cluster, job):
@@ -144,7 +144,7 @@ def _is_known(runtime: Runtime, cluster: Cluster, job: JobId) -> bool:
 
 
 def goodput_view(runtime: Runtime, job: JobId, task: Task | None) -> GoodputView:
-    """A task's workers are a job of the task's name."""
+    """Where the time of one task went. Its workers are a job with the task's name."""
     if task is None:
         return runtime.watch.goodput.view(job)
     until_s = task.started_at_s or task.ended_at_s or time.time()

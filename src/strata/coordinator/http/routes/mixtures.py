@@ -33,7 +33,9 @@ router = APIRouter(tags=["data"])
 
 ATTEMPTS = 20
 STEP_LIMIT = 2**53 - 1
-_BUSY: Responses = {409: {"model": ErrorBody, "description": "Others are changing it at the same time"}}
+_BUSY: Responses = {
+    409: {"model": ErrorBody, "description": "Another caller is changing it at the same time"}
+}
 
 
 class ChangeWeightsBody(BaseModel):
@@ -43,9 +45,11 @@ class ChangeWeightsBody(BaseModel):
         min_length=1,
         max_length=checks.PAIRS_LIMIT,
         examples=[{"code": 0.5}],
-        description="Shares of some sources; the others divide the rest as they do now",
+        description="New shares of some sources; the others divide the rest as they do now",
     )
-    from_step: int = Field(ge=0, le=STEP_LIMIT, examples=[60_000], description="The first step with them")
+    from_step: int = Field(
+        ge=0, le=STEP_LIMIT, examples=[60_000], description="The first step with the new shares"
+    )
 
 
 @router.get("/api/jobs/{job_id}/mixture", response_model=MixtureView, responses=NOT_FOUND)
@@ -61,7 +65,7 @@ async def job_mixture(runtime: TheRuntime, job_id: NameInPath) -> Response:
 async def change_weights(
     runtime: TheRuntime, principal: ThePrincipal, job_id: NameInPath, body: ChangeWeightsBody
 ) -> Response:
-    """Ask for other weights from a step on. The answer's `status` is `waiting`: ask again for what the ranks have decided."""
+    """Request other weights from a step on. The answer's `status` is `waiting`: poll for the ranks' decision."""
     for _ in range(ATTEMPTS):
         key, board, value = await _board(runtime, job_id)
         try:
@@ -72,7 +76,7 @@ async def change_weights(
         reply = cast(Swapped, await runtime.engine.submit(command, client=principal.client))
         if reply.made:
             return json_response(change_view(request), status=202)
-    raise Conflict("Others are changing the weights of this job at the same time.", hint="Try again.")
+    raise Conflict("Another caller is changing the weights of this job at the same time.", hint="Retry.")
 
 
 async def _board(runtime: Runtime, job: str) -> tuple[str, Board, Value]:

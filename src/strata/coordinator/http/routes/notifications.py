@@ -1,4 +1,4 @@
-"""Notifications over HTTP: what people were told lately, where that goes, and a test of it. No answer holds a secret."""
+"""Notifications over HTTP: recent ones, their channels, and a test of these. No answer holds a secret."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class TestNotificationBody(BaseModel):
 
 @router.get("", response_model=list[Notification])
 async def notifications(runtime: TheRuntime, run: NameFilter = None, limit: Limit = 100) -> Response:
-    """What was raised and resolved lately, newest first. The event stream has each as `notification` when it happens."""
+    """Recent notifications, newest first. The event stream has each as `notification` when it happens."""
     return json_response(runtime.notifier.shown(run)[:limit])
 
 
 @router.get("/channels", response_model=NotifyView)
 async def channels(runtime: TheRuntime) -> Response:
-    """Where notifications go, what became of them there, and the rules that raise them."""
+    """The notification channels with their delivery state, and the rules."""
     return json_response(runtime.notifier.view())
 
 
 @router.post("/test", response_model=list[DeliveryView], responses=NOT_FOUND)
 async def test(runtime: TheRuntime, body: TestNotificationBody) -> Response:
-    """Send a test to one channel, or to all; one attempt each, of which the outcome is answered."""
+    """Send a test notification to one channel or all; returns the outcome of one attempt each."""
     return json_response(await runtime.notifier.test(body.channel))

@@ -1,4 +1,4 @@
-"""Machines that are out of use, over HTTP: which they are and why, putting one there, and clearing it."""
+"""Quarantined machines over HTTP: listing them, adding one, and clearing it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class QuarantineBody(BaseModel):
 
 @router.get("", response_model=list[QuarantineView])
 async def quarantined(runtime: TheRuntime) -> Response:
-    """Machines whose agents are refused by the rendezvous, in the order in which they were put there."""
+    """Machines whose agents are refused by the rendezvous, in the order in which they were quarantined."""
     return json_response((await runtime.engine.settled()).quarantine.shown())
 
 
 @router.post("", status_code=201, response_model=QuarantineView)
 async def quarantine(runtime: TheRuntime, principal: ThePrincipal, body: QuarantineBody) -> Response:
-    """Take a machine out of use: agents of it leave, after a save, and are refused. One that is there already stays as it is."""
+    """Quarantine a machine: its agents save, leave and are refused. A machine that is already quarantined is not changed."""
     command = QuarantineHost(host=body.host, reason=body.reason, by=principal.name)
     await runtime.engine.submit(command, client=principal.client)
     shown = (await runtime.engine.settled()).quarantine.shown()
@@ -45,6 +45,6 @@ async def quarantine(runtime: TheRuntime, principal: ThePrincipal, body: Quarant
 
 @router.delete("/{host}", status_code=204, responses=NOT_FOUND)
 async def clear(runtime: TheRuntime, principal: ThePrincipal, host: HostInPath) -> Response:
-    """Let a machine be used again: start its agents anew."""
+    """Allow a machine to be used again: restart its agents."""
     await runtime.engine.submit(ClearHost(host=host, by=principal.name), client=principal.client)
     return Response(status_code=204)

@@ -47,8 +47,8 @@ Name = Annotated[str, Query(max_length=NAME_LIMIT)]
 Names = Annotated[list[Name], Query(min_length=1, max_length=200, description="Metrics; may be repeated")]
 FirstStep = Annotated[int, Query(alias="from", ge=0, le=STEP_LIMIT, description="First step")]
 LastStep = Annotated[int | None, Query(alias="to", ge=0, le=STEP_LIMIT, description="Last step, included")]
-Price = Annotated[float | None, Query(ge=0, le=1e6, description="Of a GPU-hour, or of a worker-hour")]
-Points = Annotated[int, Query(ge=1, le=10_000, description="At most so many for each metric")]
+Price = Annotated[float | None, Query(ge=0, le=1e6, description="Price of a GPU-hour, or of a worker-hour")]
+Points = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of points per metric")]
 
 
 class NotesBody(BaseModel):
@@ -73,7 +73,7 @@ async def runs(runtime: TheRuntime, request: Request, limit: Limit = 100) -> Res
 async def run_info(
     runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
 ) -> Response:
-    """How the latest start of a run was made (command, configuration, commit), and its tags and notes.
+    """How a run was last started (command, configuration, commit), and its tags and notes.
 
     `run` is the id of a run, or a job's name: then it is that job's latest run.
     """
@@ -104,7 +104,7 @@ async def annotate_run(
 async def run_metrics(
     runtime: TheRuntime, request: Request, run: NameInPath, job_id: NameFilter = None
 ) -> Response:
-    """What a run has logged: every metric with its last, least and greatest value in the committed history, and every start
+    """What a run has logged: every metric with its last, minimum and maximum value in the committed history, and every start
     of the run with the step it resumed at.
 
     `run` is the id of a run, or a job's name: then it is that job's latest run. `job_id` narrows the answer to what this job has reported.
@@ -126,15 +126,15 @@ async def run_series(
     last: LastStep = None,
     points: Points = 1_000,
 ) -> Response:
-    """Metrics of a run by step: the committed history, and apart from it the branches that rollbacks have abandoned.
+    """Metrics of a run by step: the committed history and, separately, the branches abandoned by rollbacks.
 
-    A point is one value, or the mean of several with the least and the greatest of them, so that no spike is lost.
+    A point is one value, or the mean of several with their minimum and maximum, so that no spike is lost.
     """
     if len(name) * points > POINTS_LIMIT:
         raise InvalidArgument(
             "points",
-            f"is {points:,} for {len(name)} metrics; together at most {POINTS_LIMIT:,} are answered.",
-            hint="Ask for fewer points, or for fewer metrics at a time.",
+            f"is {points:,} for {len(name)} metrics; the limit for one answer is {POINTS_LIMIT:,} points in all.",
+            hint="Request fewer points, or fewer metrics at a time.",
         )
     history = _history(runtime, run)
 
@@ -167,9 +167,9 @@ async def run_series(
 async def run_cost(
     runtime: TheRuntime, run: NameInPath, job_id: NameFilter = None, price_per_gpu_hour: Price = None
 ) -> Response:
-    """What a run has cost: spent, lost by cause, and saved beside restarts from the newest durable checkpoint.
+    """What a run has cost: spent, lost by cause, and saved compared with restarts from the newest durable checkpoint.
 
-    `run` is the id of a run, a job or a task; `price_per_gpu_hour` counts in place of the configured one.
+    `run` is the id of a run, a job or a task; `price_per_gpu_hour` overrides the configured one.
     """
     goodput, prices = runtime.watch.goodput, runtime.prices
     incidents = list((await runtime.engine.settled()).incidents.records.values())
@@ -177,7 +177,9 @@ async def run_cost(
     jobs = [run] if run in known else await _jobs_of(runtime, run)
     jobs = [job for job in jobs if job in known and job_id in (None, job)]
     if not jobs:
-        raise Unknown("run", run, hint="What a run costs is known once its workers report or one has failed.")
+        raise Unknown(
+            "run", run, hint="The cost of a run is known once its workers report or one has failed."
+        )
     price = price_per_gpu_hour if price_per_gpu_hour is not None else prices.of(run)
     if price is None:
         price = next(filter(None, map(prices.of, jobs)), None)
@@ -202,7 +204,7 @@ async def _jobs_of(runtime: Runtime, run: str) -> list[str]:
 
 def _history(runtime: Runtime, run: str) -> RunHistory:
     if runtime.run_history is None:
-        raise Unknown("run", run, hint="This coordinator has no place on disk for metrics; see its log.")
+        raise Unknown("run", run, hint="This coordinator has no disk space for metrics; see its log.")
     return runtime.run_history
 
 

@@ -48,7 +48,7 @@ from strata.launch.recipes import Recipe
 
 router = APIRouter(prefix="/api", tags=["tasks"])
 
-_CONFLICT: Responses = {409: {"model": ErrorBody, "description": "Not while it is in this state"}}
+_CONFLICT: Responses = {409: {"model": ErrorBody, "description": "Not possible in this state"}}
 
 
 class CreateTaskBody(BaseModel):
@@ -82,7 +82,7 @@ class TaskAnswer(BaseModel):
 
 
 class RecipeBody(BaseModel):
-    """What may be run here."""
+    """A recipe that tasks can run."""
 
     name: str
     description: str
@@ -90,14 +90,14 @@ class RecipeBody(BaseModel):
     needs_dataset: bool
     max_workers: int | None
     gpus_per_worker: int | None = Field(
-        description="When a task does not say; null: one where there are enough"
+        description="Default for tasks that do not set it; null: one per worker if there are enough"
     )
     built_in: bool
 
 
 @router.get("/recipes", response_model=list[RecipeBody])
 async def list_recipes(runtime: TheRuntime) -> Response:
-    """What may be run here, each with the JSON Schema of its `config`."""
+    """The recipes that tasks can run, each with the JSON Schema of its `config`."""
     return json_response([_recipe(recipe) for recipe in runtime.recipes])
 
 
@@ -153,7 +153,7 @@ async def stop_task(
         float, Query(ge=0, le=60, description="Seconds to wait until its processes have exited")
     ] = 0,
 ) -> TaskAnswer:
-    """Workers make a final checkpoint and leave; those that do not are killed. Stopping twice is no error."""
+    """Stop a task: its workers save a final checkpoint and exit; those that do not are killed. Stopping twice is allowed."""
     await runtime.engine.submit(StopTask(task_id=TaskId(task_id), reason="stop requested over the API"))
     return await _answer(runtime, task_id, wait)
 
@@ -171,7 +171,7 @@ async def restart_task(runtime: TheRuntime, task_id: NameInPath) -> TaskAnswer:
 
 @router.get("/tasks/{task_id}/logs", response_model=list[views.LogView], responses=NOT_FOUND)
 async def task_logs(runtime: TheRuntime, task_id: NameInPath, wanted: Wanted, limit: Limit = 100) -> Response:
-    """That task's entries, newest first."""
+    """The task's log entries, newest first."""
     (await runtime.engine.settled()).tasks.get(TaskId(task_id))
     return json_response(await runtime.logs.search(limit, replace(wanted, task_id=task_id)))
 
@@ -186,13 +186,13 @@ async def _keep_secrets(runtime: Runtime, task_id: str, kept: dict[str, str]) ->
     """Before the task is known: it must not start without."""
     if not kept:
         return
-    hint = "Look at the data directory: is the disk full?"
+    hint = "Check the data directory: is the disk full?"
     if runtime.task_secrets is None:
-        raise Overloaded("This coordinator has no folder to keep secrets in.", hint=hint)
+        raise Overloaded("This coordinator has no folder to store secrets in.", hint=hint)
     try:
         await runtime.task_secrets.keep(task_id, kept)
     except OSError as error:
-        raise Overloaded(f"The task's secrets cannot be kept: {error.strerror}.", hint=hint) from None
+        raise Overloaded(f"The task's secrets cannot be stored: {error.strerror}.", hint=hint) from None
 
 
 async def _answer(runtime: Runtime, task_id: str, wait_s: float) -> TaskAnswer:

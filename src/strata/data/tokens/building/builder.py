@@ -155,7 +155,7 @@ def build_index(
             raise
         raise BuildFailed(
             f"Writing the index {output} failed: {error}.",
-            hint="Once that is fixed the same command continues where it stopped.",
+            hint="Fix this; the same command continues where it stopped.",
         ) from error
     return BuildReport(
         path=output,
@@ -314,7 +314,9 @@ class _Build:
             now = Sighting.of(source.path)
             if (now.size_bytes, now.mtime_ns) != (source.size_bytes, source.mtime_ns):
                 raise SourceUnreadable(
-                    source.path, "changed while it was being indexed", hint="Start again when it is complete."
+                    source.path,
+                    "changed while it was being indexed",
+                    hint="Run the command again when the file is complete.",
                 )
 
 

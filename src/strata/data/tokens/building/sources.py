@@ -87,7 +87,7 @@ def find_sources(files: Iterable[str | os.PathLike[str]]) -> list[Source]:
     seen: set[Path] = set()
     for path in paths:
         if (real := path.resolve()) in seen:
-            raise SourceUnreadable(path, "is named twice", hint="Its text would be trained on twice.")
+            raise SourceUnreadable(path, "is listed twice", hint="Its text would be trained on twice.")
         seen.add(real)
     return [inspect_source(path) for path in paths]
 
@@ -99,7 +99,7 @@ def inspect_source(path: Path) -> Source:
             status = os.fstat(file.fileno())
     except IsADirectoryError:
         raise SourceUnreadable(
-            path, "is a folder", hint=f"Name the files in it, for example '{path}/*.jsonl'."
+            path, "is a folder", hint=f"List the files in it, for example '{path}/*.jsonl'."
         ) from None
     except OSError as error:
         raise SourceUnreadable(path, error.strerror or str(error), hint="Check the path.") from None

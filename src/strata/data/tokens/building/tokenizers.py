@@ -84,7 +84,7 @@ class _ListEncoder(abc.ABC):
                 flat.extend(ids)
             except (TypeError, OverflowError) as error:
                 raise TokenizerUnavailable(
-                    f"The tokenizer gave something that is not a list of token ids ({error}).",
+                    f"The tokenizer returned something that is not a list of token ids ({error}).",
                     hint="Its encode(text) must return whole numbers from 0 to 2^32 - 1.",
                 ) from None
             if eos_id is not None:
@@ -97,7 +97,7 @@ class _ListEncoder(abc.ABC):
             and int(packed.max()) >= max(self.vocab_size, 1 + (eos_id or 0))
         ):
             raise TokenizerUnavailable(
-                f"The tokenizer gave id {int(packed.max())}, but says its vocabulary has {self.vocab_size} ids.",
+                f"The tokenizer returned id {int(packed.max())}, but its vocabulary has {self.vocab_size} ids.",
                 hint="Correct its vocab_size.",
             )
         return packed, lengths
@@ -162,7 +162,7 @@ class LoadedTokenizer:
             found = self.encoder.tokenizer.token_to_id(token)
         if found is None:
             raise TokenizerUnavailable(
-                f"The tokenizer {self.name} has no token {token!r}.", hint="Give its id instead."
+                f"The tokenizer {self.name} has no token {token!r}.", hint="Pass its id instead."
             )
         return int(found)
 
@@ -189,7 +189,7 @@ def load_tokenizer(tokenizer: object) -> LoadedTokenizer:
     if not callable(getattr(tokenizer, "encode", None)):
         raise TokenizerUnavailable(
             f"{type(tokenizer).__name__} is not a tokenizer: it has no encode method.",
-            hint="Give an object with encode(str), a path to a tokenizer.json, a name, or 'bytes'.",
+            hint="Pass an object with encode(str), a path to a tokenizer.json, a name, or 'bytes'.",
         )
     name = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
     if type(tokenizer).__module__.partition(".")[0] == "tokenizers" and hasattr(tokenizer, "to_str"):
@@ -239,7 +239,7 @@ def _from_hub(name: str) -> str:
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:
         raise MissingDependency("tokenizers", extra="data", feature=f"The tokenizer '{name}'") from None
-    instead = "Give a local tokenizer.json, or use the built-in byte-level tokenizer: --tokenizer bytes"
+    instead = "Pass a local tokenizer.json, or use the built-in byte-level tokenizer: --tokenizer bytes"
     try:
         try:
             path = hf_hub_download(name, "tokenizer.json", local_files_only=True)

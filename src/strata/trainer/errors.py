@@ -119,10 +119,11 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
         )
 
     @classmethod
-    def invalid_environment(cls, name: str, value: str) -> DistributedSetupError:
+    def invalid_environment(cls, name: str, value: str, *, limits: str = "") -> DistributedSetupError:
         """A variable that torchrun sets to a number holds something else."""
+        wanted = f"a whole number {limits}".rstrip()
         return cls(
-            f"Environment variable {name} must be a whole number, not {value!r}",
+            f"Environment variable {name} must be {wanted}, not {value!r}",
             suggestions=("Unset it and let torchrun set it.",),
         )
 

@@ -8,7 +8,7 @@ what other programs call them; `strata.validation` compares, the texts users kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -646,12 +646,14 @@ def _number(text: str) -> float | None:
 def _unknown(section: object, key: object = None) -> str:
     """A section, or a key in one, that does not exist, with the one that was probably meant."""
     if key is None:
-        return "unknown section" + _nearest(section, SECTIONS, OTHER_NAMES[""])
+        return "unknown section" + nearest(section, SECTIONS, OTHER_NAMES[""])
     name = str(section)
-    return "unknown key, it changes nothing" + _nearest(key, SECTIONS[name], OTHER_NAMES[name])
+    return "unknown key, it changes nothing" + nearest(key, SECTIONS[name], OTHER_NAMES[name])
 
 
-def _nearest(name: object, known: Mapping[str, Any], other_names: Mapping[str, str]) -> str:
+def nearest(name: object, known: Collection[str], other_names: Mapping[str, str] | None = None) -> str:
+    """How a sentence about an unknown name ends."""
+    other_names = other_names or {}
     lowered = str(name).lower().replace("-", "_")
     matches = [other_names[lowered]] if lowered in other_names else get_close_matches(lowered, known, n=1)
     return f" (did you mean '{matches[0]}'?)" if matches else f"; known are {', '.join(known)}"

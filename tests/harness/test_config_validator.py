@@ -286,6 +286,10 @@ def test_unreachable_bucket_is_an_error_only_when_asked(monkeypatch: pytest.Monk
     assert [error.path for error in result.errors] == ["checkpoint.s3_bucket"]
     assert "NoCredentialsError" in result.errors[0]
     assert not validate_s3_access("some-bucket", "us-east-1").valid
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    (error,) = validate_s3_access("some-bucket", "us-east-1").errors
+    assert "NoCredentialsError" in error, "once, although no operation is allowed"
 
 
 junk = st.recursive(

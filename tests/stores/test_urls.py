@@ -133,6 +133,7 @@ def test_the_environment_names_a_store(environment: dict[str, str], url: str) ->
     ("environment", "instead"),
     [
         ({}, "CHECKPOINT_BUCKET="),
+        ({}, "CHECKPOINT_DIR="),
         ({"STORAGE_BACKEND": "s3"}, "CHECKPOINT_BUCKET="),
         ({"CHECKPOINT_BUCKET": "bucket"}, "STORAGE_BACKEND=local, s3, gcs, azure or memory"),
         (

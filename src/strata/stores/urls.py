@@ -98,8 +98,8 @@ def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
     if not place:
         raise InvalidStoreURL(
             place,
-            "CHECKPOINT_BUCKET is not set",
-            instead="CHECKPOINT_BUCKET=bucket, or a directory, or a URL",
+            "neither CHECKPOINT_DIR nor CHECKPOINT_BUCKET is set",
+            instead="a path, or CHECKPOINT_DIR=/dir, or CHECKPOINT_BUCKET=s3://bucket/prefix",
         )
     if "://" not in place:
         backend = environ.get("STORAGE_BACKEND", "local" if place.startswith(("/", ".")) else "").lower()

@@ -381,7 +381,8 @@ def validate_s3_access(bucket: str, region: str | None = None) -> ValidationResu
     from strata.diagnostics import probe_s3
 
     path = "checkpoint.s3_bucket"
-    failures = [Finding(path, failure) for failure in probe_s3(bucket, region=region)]
+    # Where nothing is allowed, it is so for one reason.
+    failures = [Finding(path, failure) for failure in dict.fromkeys(probe_s3(bucket, region=region))]
     return ValidationResult(valid=not failures, errors=failures)
 
 

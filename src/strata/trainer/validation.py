@@ -51,7 +51,7 @@ class Finding(str):
 class ValidationResult:
     """`valid` means no errors; warnings do not count."""
 
-    valid: bool
+    valid: bool = True
     errors: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 

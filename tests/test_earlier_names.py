@@ -10,10 +10,12 @@ from strata.checkpoint import CheckpointInfo
 from strata.core.messages import CheckpointId
 
 TODAY = {
+    "elastic_harness.agent.elastic_agent:WorldInfo": "strata.trainer.distributed:WorldInfo",
     "elastic_harness.checkpoint.config:CheckpointConfig": "elastic_harness.checkpoint:CheckpointConfig",
     "elastic_harness.checkpoint.config:CheckpointTier": "elastic_harness.checkpoint:CheckpointTier",
     "elastic_harness.config_validator:Key": "strata.trainer.validation:Key",
     "elastic_harness.config_validator:Kind": "strata.trainer.validation:Kind",
+    "elastic_harness.scaling.lr_scaling:ScalingConfig": "strata.trainer.scaling:ScalingConfig",
     "elastic_harness.sequences:SequenceDataset": "strata.trainer.data:SequenceDataset",
     "elastic_harness.sync:SyncTimer": "strata.trainer.sync:SyncTimer",
     "strata.client:Answered": "strata.client:ApiError",

@@ -22,7 +22,10 @@ class StrataError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} {self.hint}".rstrip() if self.hint else self.message
+        """Both, each a sentence: some messages are texts that users know without a full stop."""
+        is_open = self.message[-1:].isalnum() or self.message[-1:] in ("'", '"', ")", "]")
+        stop = "." if is_open and "\n" not in self.message else ""
+        return f"{self.message}{stop} {self.hint}" if self.hint else self.message
 
 
 class MissingDependency(StrataError):

@@ -68,6 +68,32 @@ def formatter(text: logging.Formatter) -> logging.Formatter:
             raise ConfigError([f"the environment variable LOG_FORMAT must be text or json, not {other!r}"])
 
 
+_hidden = ""
+"""`LOGLEVEL`, where torch must not see it."""
+
+
+def hide_level_from_torch() -> None:
+    """Torch reads `LOGLEVEL` while it is imported, knows no small letters, and fails at what it does not know. `level` still
+    says what is wrong."""
+    global _hidden
+    name = os.environ.get("LOGLEVEL", "")
+    if name.strip().upper() in logging.getLevelNamesMapping():
+        os.environ["LOGLEVEL"] = name.strip().upper()
+    elif name:
+        _hidden = os.environ.pop("LOGLEVEL")
+
+
+def level(default: int) -> int:
+    """What `LOGLEVEL` asks for."""
+    name = _hidden or os.environ.get("LOGLEVEL", "")
+    known = logging.getLevelNamesMapping()
+    if name and name.strip().upper() not in known:
+        raise ConfigError(
+            [f"the environment variable LOGLEVEL must be one of {', '.join(known)}, not {name!r}"]
+        )
+    return known[name.strip().upper()] if name else default
+
+
 def configure(text: str | None = None) -> None:
     """Log to stderr at the levels that `STRATA_LOG` (or `text`) asks for; info by default."""
     levels = parse_levels(os.environ.get("STRATA_LOG", "") if text is None else text)

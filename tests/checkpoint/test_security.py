@@ -64,6 +64,15 @@ def test_no_payload_runs_from_a_file(canary: Path, tmp_path: Path) -> None:
         assert not was_made(canary), name
 
 
+def test_what_was_refused_is_named_in_full(tmp_path: Path) -> None:
+    path = tmp_path / "evil.pt"
+    path.write_bytes(torch_file(b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R."))
+    with pytest.raises(LoadFailed) as caught:
+        open_image(path)
+    assert "GLOBAL posix.system" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
 def test_no_payload_runs_from_a_store_or_from_memory(
     canary: Path, folder: Path, memory: Memory, job: str
 ) -> None:

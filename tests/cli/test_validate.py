@@ -10,9 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from elastic_harness.data.index_builder import IndexBuilder
 from elastic_harness.errors import ConfigurationError
 from elastic_harness.train_config import read_train_config
 from strata.cli.launching.validate import validate
+from tests.data.tokens import bpe
 
 COMPLETE = "training: {max_steps: 10, lr: 1e-4}\ndata: {files: [a.jsonl]}\n"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.yaml"))
@@ -44,6 +46,12 @@ def run(tmp_path: Path, text: str, *words: str) -> tuple[int, str]:
         ("checkpoint:\n  checkpoint_interval: 0\n", 2, "checkpoint_interval (0) must be positive"),
         ("scaling:\n  strategy: invalid\n", 2, "Unknown scaling strategy 'invalid'. Valid options: "),
         ("just words\n", 1, "must hold sections"),
+        ("training:\n  lr: !foo 1\n", 2, "Tags (!name) are not understood here."),
+        ("x: !!python/object/apply:os.system ['true']\n", 1, "Tags (!name) are not understood here."),
+        ("a: &a [*a]\n", 1, "cannot contain itself"),
+        ("a: &a {b: *a}\n", 1, "cannot contain itself"),
+        ("<<: 5\n", 1, "takes a section from elsewhere in the file"),
+        ("training: {? [1, 2] : 3}\n", 1, "A key must be a name"),
     ],
 )
 def test_each_mistake_is_explained_with_its_line(tmp_path: Path, text: str, line: int, said: str) -> None:
@@ -98,6 +106,59 @@ def test_interpolations_are_resolved_and_broken_ones_named(tmp_path: Path) -> No
     assert (code, "nowhere" in output) == (1, True)
 
 
+def test_sections_may_be_taken_from_elsewhere_in_the_file(tmp_path: Path) -> None:
+    assert run(tmp_path, "training: &t {max_steps: 10}\ndata: {files: [a.jsonl]}\n")[0] == 0
+    merged = "model: &m {n_layer: 2}\ntraining: {max_steps: 10}\ndata: {files: [a.jsonl]}\nparallel: {<<: {tp: 1}}\n"
+    assert run(tmp_path, merged)[0] == 0
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 3000 + "]" * 3000, "null: 4\n", "training: {lr: ${}}\n"])
+def test_nothing_that_yaml_allows_is_a_traceback(tmp_path: Path, text: str) -> None:
+    code, output = run(tmp_path, text)
+    assert (code, "error: " in output) == (1, True)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A configuration whose index is here."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "some words"}\n')
+    IndexBuilder("bytes").build("a.jsonl", "a.index")
+    return COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.vocab_size=10", "vocab_size (10) is too small for 'a.index', which has tokens up to 119"),
+        ("data.text_key=content", "the index holds the texts under 'text', not 'content'"),
+        ("data.tokenizer=gpt2", "the index was tokenized with bytes, not with gpt2"),
+        ("data.index_file=.", ". is a folder, not a token index"),
+        ("data.index_file=a.jsonl", "bad magic number"),
+    ],
+)
+def test_an_index_that_is_here_and_does_not_fit_is_an_error(
+    tmp_path: Path, data: str, override: str, said: str
+) -> None:
+    assert run(tmp_path, data)[0] == 0
+    code, output = run(tmp_path, data, override)
+    assert (code, said in output) == (1, True), output
+
+
+def test_an_index_that_is_elsewhere_is_nothing_to_complain_about(tmp_path: Path, data: str) -> None:
+    assert run(tmp_path, data, "data.index_file=other.index", "model.vocab_size=10")[0] == 0
+    assert run(tmp_path, data, "model.vocab_size=128")[0] == 0, "no token of it is as large"
+
+
+def test_a_tokenizer_of_another_name_may_be_the_same(tmp_path: Path, data: str) -> None:
+    tokenizer = bpe.train(tmp_path / "tokenizer.json")
+    IndexBuilder(str(tokenizer)).build("a.jsonl", "bpe.index")
+    assert run(tmp_path, data, "data.index_file=bpe.index", f"data.tokenizer={tokenizer}")[0] == 0
+    code, output = run(tmp_path, data, "data.index_file=bpe.index", "data.tokenizer=somebody/gpt2")
+    assert (code, "not with somebody/gpt2; whether it fits is not known here" in output) == (0, True), output
+    assert run(tmp_path, data, "data.index_file=bpe.index", "data.tokenizer=bytes")[0] == 1
+
+
 def test_file_that_cannot_be_read_is_another_exit_code(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.yaml", tmp_path):
         result = CliRunner().invoke(app, [str(path)])
@@ -143,6 +204,13 @@ def test_there_are_examples() -> None:
         "data: {files: [a.jsonl]}\ntraining: {epochs: 1}\n",
         COMPLETE + "model: {n_embd: 30}\n",
         COMPLETE + "scaling: {strategy: constant_batch}\n",
+        COMPLETE + "elastic: {coordinator: 'head:99999'}\n",
+        COMPLETE + "parallel: {tp: 2}\ncheckpoint: {max_snapshots: 1}\n",
+        COMPLETE.replace("lr: 1e-4", "betas: [0.9]"),
+        COMPLETE.replace("lr: 1e-4", "betas: [0.9, 1.5]"),
+        COMPLETE.replace("lr: 1e-4", "betas: [0.9, 0.99]"),
+        COMPLETE.replace("lr: 1e-4", "seed: 99999999999999999999999999"),
+        COMPLETE.replace("lr: 1e-4", "seed: -5"),
     ],
 )
 def test_what_can_be_used_is_what_the_trainer_begins_with(tmp_path: Path, text: str) -> None:

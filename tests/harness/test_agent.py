@@ -65,6 +65,37 @@ def test_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         agent.get_world_info()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("WORLD_SIZE", "0", "of at least 1"),
+        ("LOCAL_WORLD_SIZE", "0", "of at least 1"),
+        ("WORLD_SIZE", "-2", "of at least 1"),
+        ("RANK", "5", "from 0 to 0"),
+        ("RANK", "-1", "from 0 to 0"),
+        ("LOCAL_RANK", "-1", "of at least 0"),
+    ],
+)
+def test_a_place_that_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, wanted: str
+) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedSetupError, match=f"{name} must be a whole number {wanted}, not '{value}'"):
+        agent.get_world_info()
+
+
+def test_the_meeting_place_can_be_given_as_a_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch)
+    world = agent.setup_distributed_environment("gloo", f"file://{tmp_path}/store", timeout_s=60)
+    assert (world.rank, (tmp_path / "store").exists()) == (0, True)
+    agent.cleanup_distributed()
+    assert agent.setup_distributed_environment("gloo", init_method=None) == world
+    agent.cleanup_distributed()
+    with pytest.raises(DistributedSetupError, match="could not join the others at nowhere://host:1"):
+        agent.setup_distributed_environment("gloo", init_method="nowhere://host:1", timeout_s=2)
+
+
 def test_joining_twice_is_joining_once_and_leaving_twice_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     port = pretend(monkeypatch)
     world = agent.setup_distributed_environment("auto", timeout_s=60)

@@ -210,6 +210,8 @@ def test_more_than_tensors_needs_a_trusted_source_and_says_how(backend: NVMeBack
     with pytest.raises(CheckpointLoadError) as caught:
         backend.load("a.pt")
     assert "safely" in str(caught.value)
+    assert ".multiarray._reconstruct" in caught.value.message, "with the whole name of what was refused"
+    assert "Check the documentation" not in caught.value.message
     assert "trusted_source=True" in str(caught.value)
 
 

@@ -93,6 +93,23 @@ def test_memory_has_no_path_and_is_preferred(manager: CheckpointManager) -> None
     assert_is(manager.load_checkpoint(tier=NVME), 50)
 
 
+def test_a_tier_is_named_by_text_or_by_member(manager: CheckpointManager, folder: Path) -> None:
+    assert manager.save_checkpoint(state_of(500), "nvme") == str(file(folder, 500))
+    assert manager.save_checkpoint(state_of(550), "MEMORY") is None
+    assert manager.should_checkpoint(500, "nvme")
+    assert not manager.should_checkpoint(500, "s3")
+    assert_is(manager.load_checkpoint(tier="nvme"), 500)
+    for use in (
+        lambda: manager.save_checkpoint(state_of(1), "tape"),
+        lambda: manager.should_checkpoint(10, "tape"),
+        lambda: manager.load_checkpoint(tier="tape"),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=r"Unknown tier 'tape'. Valid options: \['memory', 'nvme', 's3'\]"
+        ):
+            use()
+
+
 def test_clearing_memory_leaves_the_disk(manager: CheckpointManager) -> None:
     save(manager, 1)
     manager.save_checkpoint(state_of(2), MEMORY)

@@ -16,7 +16,7 @@ from elastic_harness.checkpoint import (
     S3Backend,
     S3Config,
 )
-from elastic_harness.errors import CheckpointSaveError
+from elastic_harness.errors import CheckpointSaveError, ConfigurationError
 from tests.harness.checkpoint_states import assert_is, damage, state_of
 from tests.harness.test_checkpoint_manager import file, save
 from tests.support_seaweed import READER_KEY, Seaweed, seaweed
@@ -134,3 +134,51 @@ def test_options_reach_the_client_under_the_names_of_boto(monkeypatch: pytest.Mo
                 2,
             )
             assert settings.config["endpoint"] == endpoint
+
+
+def test_a_backend_is_made_as_in_earlier_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    config = S3Config("bucket", "runs", "us-west-2", 1.0, 7.0, 2, "adaptive")
+    assert config == S3Config(
+        bucket="bucket", prefix="runs", region="us-west-2", connect_timeout=1.0, read_timeout=7.0,
+        max_retries=2, retry_mode="adaptive",
+    )  # fmt: skip
+    for backend in (
+        S3Backend.from_config(config),
+        S3Backend("bucket", "runs", "us-west-2", 1.0, 7.0, 2, "adaptive"),
+        S3Backend(
+            "bucket",
+            "runs",
+            "us-west-2",
+            retry_mode="legacy",
+            connect_timeout=1,
+            read_timeout=7,
+            max_retries=2,
+        ),
+    ):
+        with backend:
+            settings = backend.store._settings  # type: ignore[attr-defined]
+            assert (settings.connect_timeout_s, settings.request_timeout_s, settings.max_retries) == (1, 7, 2)
+            assert settings.config["region"] == "us-west-2"
+            assert "retry_mode" not in settings.config
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"conect_timeout": 1.0}, r"unknown S3 option 'conect_timeout' \(did you mean 'connect_timeout'\?\)"),
+        ({"zzz": 1}, "unknown S3 option 'zzz'; known are access_key_id, "),
+        ({"connect_timeout": -1}, r"connect_timeout \(-1\) must be positive"),
+        ({"read_timeout": 0}, r"read_timeout \(0\) must be positive"),
+        ({"connect_timeout": "soon"}, r"connect_timeout must be a number, not text \('soon'\)"),
+        ({"max_retries": -1}, r"max_retries \(-1\) cannot be negative"),
+        ({"max_retries": 1.5}, "max_retries must be a whole number"),
+        ({"retry_mode": "sometimes"}, "Unknown retry_mode 'sometimes'. Valid options: "),
+    ],
+)
+def test_options_that_cannot_be_are_refused_when_the_backend_is_made(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        S3Backend("bucket", **options)

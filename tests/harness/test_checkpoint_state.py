@@ -157,3 +157,39 @@ def test_an_optimizer_state_of_another_program_says_what_it_lacks() -> None:
     ):
         load_checkpoint_to_model(state, model, optimizer)
     load_checkpoint_to_model(state, model, optimizer, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("states", "lacks"),
+    [
+        ({"0": {}}, "torch, python"),
+        ({"0": {"python": [3, [1] * 625, None]}}, "torch"),
+        ({"0": None}, ""),
+        ({"1": {}}, ""),
+    ],
+)
+def test_generators_that_a_state_lacks_continue_as_they_are(
+    states: dict[str, Any], lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, _ = trained()
+    state = create_checkpoint_state(1, model, optimizer)
+    state.rng_states = states
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    load_checkpoint_to_model(state, model, optimizer)
+    assert torch.equal(torch.rand(3), expected)
+    assert (f"of rank 0 are without {lacks}" in caplog.text) == bool(lacks)
+
+
+def test_a_scheduler_state_of_another_program_says_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = trained()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    state = create_checkpoint_state(1, model, optimizer)
+    state.lr_scheduler_state_dict = {"last_epoch": 3}
+    with pytest.raises(
+        CheckpointValidationError, match="the scheduler has no 'lr_lambdas'; it has last_epoch"
+    ):
+        load_checkpoint_to_model(state, model, optimizer, scheduler)
+    load_checkpoint_to_model(state, model, optimizer, scheduler, strict=False)
+    assert "the scheduler starts afresh" in caplog.text

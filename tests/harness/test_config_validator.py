@@ -19,6 +19,7 @@ from elastic_harness.config_validator import (
     validate_config,
     validate_elastic_config,
     validate_s3_access,
+    validate_training_config,
 )
 from elastic_harness.errors import ConfigurationError
 
@@ -124,6 +125,22 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"training__batch_size": True}, "training.batch_size", "must be a whole number, not true or false"),
         ({"training__max_norm": -1}, "training.max_norm", "max_norm (-1) must be positive"),
         ({"training__seed": None}, "training.seed", "seed has no value"),
+        ({"training__seed": 10**26}, "training.seed", "cannot exceed 1.84467e+19"),
+        (
+            {"training__betas": [0.9]},
+            "training.betas",
+            "betas must be two numbers, each at least 0 and below 1",
+        ),
+        ({"training__betas": ["a", "b"]}, "training.betas", "not a list (['a', 'b'])"),
+        ({"training__betas": [0.9, 1.5]}, "training.betas", "not a list ([0.9, 1.5])"),
+        ({"training__betas": 0.9}, "training.betas", "not a fraction (0.9)"),
+        ({"elastic__coordinator": "head:99999"}, "elastic.coordinator", "is not a coordinator address"),
+        ({"elastic__coordinator": "head one:50051"}, "elastic.coordinator", "is not a coordinator address"),
+        (
+            {"checkpoint__max_snapshots": 1},
+            "checkpoint.max_snapshots",
+            "must be at least 2 where the model is spread",
+        ),
         ({"model__n_embd": 65}, "model.n_embd", "n_embd (65) must be a multiple of n_head (2)"),
         ({"model__dropout": 1.5}, "model.dropout", "dropout (1.5) cannot exceed 1"),
         ({"data__files": [1]}, "data.files", "must be a list of names"),
@@ -169,9 +186,26 @@ def test_each_mistake_has_its_message_and_its_position(changes: dict[str, Any], 
         (
             {"scaling__target_global_batch_size": 50},
             "scaling.target_global_batch_size",
-            "will take 64 samples",
+            "the last micro-batches of each step are smaller",
         ),
-        ({"scaling__base_lr": 0.1}, "scaling.base_lr", "will be clamped"),
+        (
+            {"scaling__target_global_batch_size": 50, "scaling__rounding_mode": "ceil"},
+            "scaling.target_global_batch_size",
+            "each step will take 64 samples",
+        ),
+        (
+            {"scaling__target_global_batch_size": 50, "scaling__rounding_mode": "floor"},
+            "scaling.target_global_batch_size",
+            "each step will take 32 samples",
+        ),
+        (
+            {"training__learning_rate": 0.5},
+            "training.learning_rate",
+            "it changes nothing (0.5), because training.lr (0.0003) is given too",
+        ),
+        ({"scaling__base_lr": 1e-3}, "training.lr", "because scaling.base_lr (0.001) is given too"),
+        ({"data__seq_length": 32}, "data.seq_length", "because model.seq_length (64) is given too"),
+        ({"scaling__base_lr": 0.1, "training__lr": 0.1}, "scaling.base_lr", "will be clamped"),
         ({"elastic__heartbeat_timeout": 40}, "elastic.heartbeat_timeout", "one late heartbeat"),
         ({"training__batchsize": 8}, "training.batchsize", "did you mean 'batch_size'?"),
         ({"training__zzz": 8}, "training.zzz", "unknown key, it changes nothing; known are lr, "),
@@ -239,14 +273,52 @@ def test_elastic_section_can_be_checked_alone() -> None:
     ]
 
 
-def test_the_elastic_section_of_a_whole_configuration_is_checked() -> None:
-    wrong = config(elastic__min_nodes=5, training__lr=-1)
-    assert validate_elastic_config(wrong).errors == [
-        "elastic.min_nodes: min_nodes (5) cannot exceed max_nodes (4)"
+def test_of_a_whole_configuration_what_makes_it_elastic_is_checked() -> None:
+    wrong = config(
+        elastic__min_nodes=5,
+        training__lr=-1,
+        checkpoint__checkpoint_interval=0,
+        scaling__strategy="x",
+        model__n_embd=3,
+    )
+    assert {error.path for error in validate_elastic_config(wrong).errors} == {
+        "elastic.min_nodes",
+        "training.lr",
+        "checkpoint.checkpoint_interval",
+        "scaling.strategy",
+    }
+    assert validate_elastic_config({"scaling": {"strategy": "constant_batch"}}).errors == [
+        "scaling.target_global_batch_size: target_global_batch_size is required for constant_batch strategy"
     ]
     assert validate_elastic_config({**GOOD, "notes": "of our own"}).valid
     assert validate_elastic_config({"training": {"lr": 1}}) == validate_elastic_config({})
     assert not validate_elastic_config({"elastic": "two nodes"}).valid
+    assert validate_elastic_config({"elastic": None}).valid
+    assert validate_elastic_config(None).errors == [  # type: ignore[arg-type]
+        "The configuration must be a mapping of sections, not nothing"
+    ]
+
+
+def test_keys_that_others_read_are_named_with_who_does() -> None:
+    elsewhere = config(
+        elastic__heartbeat_interval=5, elastic__heartbeat_timeout=20, elastic__max_restarts=3, elastic__rdzv_conf={"a": 1},
+        elastic__rdzv_endpoint="head:2379", model__name="llama", chaos__enabled=True,
+    )  # fmt: skip
+    assert not [each for each in validate_config(elsewhere).warnings if "does not read" in each]
+    result = validate_training_config(elsewhere)
+    assert result.valid
+    assert {warning.path: warning.problem.rpartition(": ")[2] for warning in result.warnings} == {
+        "elastic.max_restarts": "strata torchrun --max-restarts=3",
+        "elastic.rdzv_backend": "strata torchrun --rdzv-backend=etcd",
+        "elastic.rdzv_endpoint": "strata torchrun --rdzv-endpoint=head:2379",
+        "elastic.rdzv_id": "strata torchrun --rdzv-id=my-job:123",
+        "elastic.rdzv_conf": "strata torchrun --rdzv-conf=KEY=VALUE",
+        "elastic.heartbeat_interval": "STRATA_HEARTBEAT_INTERVAL=5 strata serve",
+        "elastic.heartbeat_timeout": "strata serve --heartbeat-timeout=20",
+        "model.name": "the trainer's model is a GPT, whatever its name",
+        "chaos": "strata chaos",
+    }
+    assert all(warning.path != "chaos" for warning in validate_training_config(GOOD).warnings)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +331,8 @@ def test_the_elastic_section_of_a_whole_configuration_is_checked() -> None:
         ("data.train_files", "files"),
         ("checkpoint.checkpoint_dir", "nvme_path"),
         ("elastic.nproc", "nproc_per_node"),
+        ("elastic.base_world_size", "scaling.base_world_size"),
+        ("training.gradient_clipping", "max_norm"),
     ],
 )
 def test_keys_of_other_programs_are_named_with_ours(path: str, meant: str) -> None:
@@ -270,7 +344,8 @@ def test_keys_of_other_programs_are_named_with_ours(path: str, meant: str) -> No
 def test_every_other_name_leads_to_a_key_that_exists() -> None:
     for section, names in OTHER_NAMES.items():
         known = SECTIONS[section] if section else SECTIONS
-        assert set(names.values()) <= set(known)
+        elsewhere = {f"{other}.{key}" for other, keys in SECTIONS.items() for key in keys}
+        assert set(names.values()) <= {*known, *elsewhere}
         assert not set(names) & set(known)
 
 
@@ -286,6 +361,10 @@ def test_unreachable_bucket_is_an_error_only_when_asked(monkeypatch: pytest.Monk
     assert [error.path for error in result.errors] == ["checkpoint.s3_bucket"]
     assert "NoCredentialsError" in result.errors[0]
     assert not validate_s3_access("some-bucket", "us-east-1").valid
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    (error,) = validate_s3_access("some-bucket", "us-east-1").errors
+    assert "NoCredentialsError" in error, "once, although no operation is allowed"
 
 
 junk = st.recursive(

@@ -161,9 +161,27 @@ def test_suggestions_can_be_replaced() -> None:
             e.TopologyChangeError("few", old_world_size=4, new_world_size=1),
         ),
         (lambda: e.DistributedSetupError(message="no"), e.DistributedSetupError("no")),
+        (lambda: e.MemoryLimitExceeded(message="much"), e.MemoryLimitExceeded("much")),
+        (
+            lambda: e.ConfigurationError("bad", "scaling", ["do"]),
+            e.ConfigurationError("bad", section="scaling", suggestions=["do"]),
+        ),
+        (lambda: e.DataLoadingError("gone", "a.jsonl"), e.DataLoadingError("gone", source="a.jsonl")),
+        (
+            lambda: e.CheckpointLoadError("torn", "a.pt", "NVME"),
+            e.CheckpointLoadError("torn", path="a.pt", tier="nvme"),
+        ),
+        (
+            lambda: e.CheckpointSaveError("full", "a.pt", "NVME"),
+            e.CheckpointSaveError("full", path="a.pt", tier="nvme"),
+        ),
+        (
+            lambda: e.TopologyChangeError("few", 4, 1),
+            e.TopologyChangeError("few", old_world_size=4, new_world_size=1),
+        ),
     ],
 )
-def test_keywords_of_earlier_versions_mean_the_same(
+def test_arguments_of_earlier_versions_mean_the_same(
     made: Callable[[], e.ElasticTrainingError], like: e.ElasticTrainingError
 ) -> None:
     error = made()
@@ -174,3 +192,32 @@ def test_facts_are_readable_under_both_names() -> None:
     assert e.ConfigurationError("bad", section="scaling").config_key == "scaling"
     assert e.DataLoadingError("gone", source="a.jsonl").file_path == "a.jsonl"
     assert e.CheckpointLoadError("torn", path="a.pt").checkpoint_path == "a.pt"
+
+
+def test_the_facts_of_earlier_versions_are_in_the_error_and_in_its_text() -> None:
+    setup = e.DistributedSetupError("Failed", missing_vars=["RANK", "MASTER_ADDR"], context={"host": "a"})
+    assert (setup.missing_vars, setup.context) == (["RANK", "MASTER_ADDR"], {"host": "a"})
+    assert "torchrun" in str(setup)
+    assert "MASTER_ADDR=localhost" in str(setup)
+    assert set(e.DistributedSetupError.COMMON_ISSUES) >= {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "NCCL",
+        "timeout",
+    }
+    assert e.DistributedSetupError.missing_environment(["RANK"]).missing_vars == ["RANK"]
+    load = e.CheckpointLoadError(message="File not found", path="/nvme/a.pt", tier="nvme")
+    assert load.message == "[NVME] Failed to load checkpoint from '/nvme/a.pt': File not found"
+    assert load.tier == "NVME"
+    invalid = e.CheckpointValidationError("Odd", missing_keys=["model_state_dict"], invalid_keys=["step"])
+    assert (invalid.missing_keys, invalid.invalid_keys) == (["model_state_dict"], ["step"])
+    assert invalid.message == "Odd (missing: 'model_state_dict'; invalid: 'step')"
+    assert e.CheckpointValidationError.missing_state("x", "a", "b").missing_keys == ["a", "b"]
+    full = OSError(28, "No space left on device")
+    save = e.CheckpointSaveError("Disk full", path="/nvme/a.pt", tier="NVME", original_error=full)
+    assert save.original_error is save.__cause__ is full
+    assert e.CheckpointSaveError("Disk full").original_error is None
+    for error in (setup, load, invalid, save):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (str(copy), vars(copy)) == (str(error), vars(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -356,3 +357,131 @@ def test_a_state_without_a_world_says_so_and_changes_nothing() -> None:
         with pytest.raises(CheckpointValidationError, match="has no 'world_size'; it has step"):
             load({"step": 3})
     assert manager.world_size == manager.lr.world_size == 4
+
+
+def test_a_rate_is_scaled_between_two_batches_as_in_earlier_versions() -> None:
+    manager = LRScalingManager(lr_config(), optimizer())
+    assert manager.get_scaled_lr(base_lr=1e-4, old_effective_batch=32, new_effective_batch=64) == 2e-4
+    assert (
+        manager.get_scaled_lr(1e-4, 32, 64) == manager.get_scaled_lr(1e-4, 32, new_effective_batch=64) == 2e-4
+    )
+    assert manager.get_scaled_lr(1.0, 1, 4) == 4.0, "as it was: not held within min_lr and max_lr"
+    root = LRScalingManager(lr_config(scaling_rule="sqrt"), optimizer())
+    assert root.get_scaled_lr(1e-4, 16, 64) == 2e-4
+    assert get_scaled_lr(1e-4, 32, 64) == 2e-4
+    assert (
+        get_scaled_lr(base_lr=1e-4, old_effective_batch=16, new_effective_batch=64, scaling_rule="sqrt")
+        == 2e-4
+    )
+    assert (manager.world_size, manager.current_lr) == (4, 1e-3)
+    for wrong in ((1e-4, 0, 64), (1e-4, 32, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            manager.get_scaled_lr(*wrong)
+    with pytest.raises(TypeError, match="old_effective_batch"):
+        manager.get_scaled_lr(base_lr=1e-4, new_effective_batch=64)  # type: ignore[call-overload]
+
+
+def test_a_rule_is_named_by_text_or_by_member() -> None:
+    assert lr_config(scaling_rule="linear") == lr_config(scaling_rule=ScalingRule.LINEAR)
+    assert lr_config(scaling_rule="sqrt").scaling_rule is ScalingRule.SQRT
+    with pytest.raises(
+        ConfigurationError, match=r"Unknown scaling rule 'cubic'. Valid options: \['linear', 'sqrt', 'none'\]"
+    ):
+        lr_config(scaling_rule="cubic")
+
+
+def test_batches_have_the_names_of_earlier_versions() -> None:
+    manager = LRScalingManager(lr_config(), optimizer())
+    manager.on_topology_change(2, batch_size=16)
+    assert (manager.config.base_effective_batch_size, manager.current_effective_batch_size) == (128, 32)
+    assert manager.on_topology_change(8) == 1e-3, "the batch of a worker stays until another is given"
+    assert accum_config().base_accumulation_steps == 8
+
+
+def test_what_a_change_led_to_is_read_like_a_dictionary_too() -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    result = manager.on_topology_change(new_world_size=3)
+    assert (result["lr"], result["accumulation_steps"], result.get("lr")) == (1e-3, 11, 1e-3)
+    assert (result.get("nothing"), result.get("nothing", 5), "lr" in result) == (None, 5, True)
+    assert dict(result)["world_size"] == 3
+    with pytest.raises(KeyError, match="nothing"):
+        result["nothing"]
+
+
+def test_parts_of_the_manager_have_the_names_of_earlier_versions() -> None:
+    manager = ElasticScalingManager(lr_config(warmup_steps=2), accum_config(), optimizer(), "variable_batch")
+    assert manager.lr_manager is manager.lr
+    assert manager.accum_manager is manager.accumulation
+    manager.on_topology_change(8)
+    assert [manager.step_lr(), manager.step_lr()] == [1.5e-3, 2e-3]
+
+
+def test_accumulation_survives_a_restart_and_can_be_reset() -> None:
+    one = GradientAccumulationManager(accum_config())
+    one.on_topology_change(2)
+    for _ in range(3):
+        one.should_step()
+    two = GradientAccumulationManager(accum_config())
+    two.load_state_dict(one.state_dict())
+    assert (two.current_world_size, two.accumulation_steps, two.current_accumulation_count) == (2, 16, 3)
+    two.load_state_dict({"current_world_size": 1, "accumulation_steps": 32, "accumulated_count": 1})
+    assert (two.current_world_size, two.accumulation_steps, two.current_accumulation_count) == (1, 32, 1)
+    two.reset()
+    assert two.current_accumulation_count == 0
+    with pytest.raises(CheckpointValidationError, match="has no 'world_size'"):
+        two.load_state_dict({})
+    assert two.current_world_size == 1
+
+
+def earlier(**changes: Any) -> dict[str, Any]:
+    """What the learning rate's manager of an earlier version saved."""
+    state = {"current_lr": 5e-4, "current_world_size": 2, "current_batch_size": 32}
+    return {**state, "warmup_step": 0, "warmup_active": False, **changes}
+
+
+def test_an_earlier_state_of_the_rate_keeps_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    manager = LRScalingManager(lr_config(), optimizer())
+    manager.load_state_dict(earlier(current_batch_size=64, current_lr=1e-3))
+    assert (manager.batch_size, manager.current_lr) == (64, 1e-3)
+    assert not caplog.records
+    manager.load_state_dict(earlier(current_lr=7e-4))
+    assert manager.current_lr == 5e-4
+    assert (
+        "the saved learning rate 0.0007 is not that of 2 workers with 32 samples each; using 0.0005"
+        in caplog.text
+    )
+
+
+def test_an_earlier_state_in_the_middle_of_a_ramp_continues_it() -> None:
+    manager = LRScalingManager(lr_config(warmup_steps=100), optimizer())
+    manager.load_state_dict(earlier(current_lr=7.5e-4, warmup_step=50, warmup_active=True))
+    assert manager.is_warming_up
+    assert manager.current_lr == pytest.approx(7.5e-4)
+    assert manager.step() == pytest.approx(7.45e-4)
+    assert settle(manager) == 5e-4
+    manager.load_state_dict(earlier(warmup_step=100, warmup_active=True))
+    assert not manager.is_warming_up
+
+
+@pytest.mark.parametrize(("strategy", "rate"), [("constant_batch", 1e-3), ("variable_batch", 5e-4)])
+def test_an_earlier_state_of_both_loads(strategy: Any, rate: float, caplog: pytest.LogCaptureFixture) -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer(), strategy)
+    accumulated = {"current_world_size": 2, "accumulation_steps": 16, "accumulated_count": 3}
+    with caplog.at_level(logging.WARNING):
+        manager.load_state_dict(
+            {"lr_state": earlier(current_lr=rate), "strategy": strategy, "accum_state": accumulated}
+        )
+    assert (manager.world_size, manager.current_lr) == (2, rate)
+    assert manager.lr.optimizer.param_groups[0]["lr"] == rate
+    if strategy == "constant_batch":
+        assert manager.accum_manager is not None
+        assert (manager.accumulation_steps, manager.accum_manager.current_accumulation_count) == (16, 3)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("state", [None, [1], {"lr_state": {}}, {"lr_state": None}])
+def test_a_state_that_is_none_is_refused_with_a_sentence(state: Any) -> None:
+    manager = ElasticScalingManager(lr_config(), accum_config(), optimizer())
+    for load in (manager.load_state_dict, manager.lr.load_state_dict):
+        with pytest.raises(CheckpointValidationError, match="The saved state of"):
+            load(state)

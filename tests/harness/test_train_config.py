@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from elastic_harness.errors import ConfigurationError
 from elastic_harness.train import main
 from elastic_harness.train_config import read_train_config
-from strata.trainer.config import ParallelSection
+from strata.trainer.config import ParallelSection, TrainConfig, coordinator_address
+from strata.trainer.validation import ALIASES, ELSEWHERE, SECTIONS
 
 GOOD = "training: {max_steps: 10}\ndata: {files: [a.jsonl]}\n"
 
@@ -94,6 +97,77 @@ def test_the_environment_says_where_checkpoints_go_unless_the_file_does(
     assert read_train_config(path, ["checkpoint.nvme_path=/else"])[0].checkpoint.nvme_path == "/else"
 
 
+def test_the_environment_says_where_checkpoints_go_where_the_file_says_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD + "checkpoint: {nvme_path: null}\n")
+    assert read_train_config(path)[0].checkpoint.nvme_path is None
+    monkeypatch.setenv("CHECKPOINT_DIR", "/nvme/mine")
+    assert read_train_config(path)[0].checkpoint.nvme_path == "/nvme/mine"
+
+
+def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
+    assert "'training.lr' is no setting" in refused(tmp_path, GOOD, "training.lr")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !foo 1",
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "<<: 5",
+        "training: {? [1, 2] : 3}",
+        "x: !!python/object/apply:os.system ['true']",
+        "training: {lr: 1}\ntraining: {lr: 2}",
+    ],
+)
+def test_yaml_that_means_nothing_here_is_refused_with_a_reason(tmp_path: Path, text: str) -> None:
+    told = refused(tmp_path, text + "\n")
+    assert "config.yaml' cannot be read: " in told
+    assert "line " in told
+
+
+def test_settings_of_scaling_and_checkpoints_reach_the_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD)
+    wanted: dict[str, dict[str, Any]] = {
+        "scaling": {"rounding_mode": "floor", "base_lr": 5e-4, "base_batch_size": 64},
+        "checkpoint": {"async_save": False, "s3_region": "eu-west-1", "max_snapshots": 7},
+        "elastic": {"nproc_per_node": 4},
+    }
+    overrides = [f"{name}.{key}={value}" for name, keys in wanted.items() for key, value in keys.items()]
+    config, warnings = read_train_config(path, overrides)
+    for name, keys in wanted.items():
+        assert {key: getattr(getattr(config, name), key) for key in keys} == keys
+    assert not [warning for warning in warnings if "does not read" in warning]
+
+
+def test_every_key_that_passes_is_read_or_named(tmp_path: Path) -> None:
+    """A key that changes nothing, and of which nobody is warned, is worse than one that is refused."""
+    read = {
+        f"{name}.{each.name}"
+        for name, section in get_type_hints(TrainConfig).items()
+        for each in fields(next(iter(get_args(section)), section))
+    }
+    named = {path for path, _ in ALIASES} | set(ELSEWHERE)
+    known = {f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys if name != "chaos"}
+    assert known - read - named == set()
+
+
+@pytest.mark.parametrize("name", ["COORDINATOR_ADDR", "COORDINATOR_URL"])
+def test_an_address_in_the_environment_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD)
+    monkeypatch.setenv(name, "head:99999")
+    with pytest.raises(ConfigurationError, match=f"{name}: 'head:99999' is not a coordinator address"):
+        coordinator_address(read_train_config(path)[0])
+    assert coordinator_address(read_train_config(path, ["elastic.coordinator=head:1"])[0]) == "head:1"
+
+
 def test_overrides_and_older_names_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("training: {learning_rate: 0.1, epochs: 1}\ndata: {data_files: a.txt, seq_length: 16}\n")
@@ -116,6 +190,10 @@ def test_the_environment_names_the_configuration_where_no_flag_does(
     assert "from-env.yaml" in capsys.readouterr().err
     assert main(["--config", str(tmp_path / "flag.yaml")]) == 2
     assert "flag.yaml" in capsys.readouterr().err
+    monkeypatch.setenv("LOGLEVEL", "loud")
+    assert main([]) == 2
+    assert "LOGLEVEL must be one of CRITICAL, " in capsys.readouterr().err
+    monkeypatch.setenv("LOGLEVEL", "error")
     monkeypatch.setenv("LOG_FORMAT", "xml")
     assert main([]) == 2
     assert "LOG_FORMAT must be text or json" in capsys.readouterr().err

@@ -140,6 +140,7 @@ def test_the_environment_names_a_store(environment: dict[str, str], url: str) ->
     ("environment", "instead"),
     [
         ({}, "CHECKPOINT_BUCKET="),
+        ({}, "CHECKPOINT_DIR="),
         ({"STORAGE_BACKEND": "s3"}, "CHECKPOINT_BUCKET="),
         ({"STORAGE_BACKEND": "s3", "CHECKPOINT_DIR": "/data/x"}, "CHECKPOINT_BUCKET="),
         ({"STORAGE_BACKEND": "tape", "CHECKPOINT_DIR": "/data/x"}, "STORAGE_BACKEND=local, s3,"),

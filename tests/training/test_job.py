@@ -545,3 +545,32 @@ def test_memory_that_is_too_small_for_images_costs_no_durable_checkpoint(
     loop = Loop(tmp_path / "a").run()
     assert_exact(tmp_path / "a", undisturbed, loop)
     assert steps_in(tmp_path / "a")[0] == STEPS
+
+
+def test_training_can_wait_for_each_save(tmp_path: Path) -> None:
+    def slowly(found: Operation, chance: object) -> Fault | None:
+        threading.Event().wait(0.1)
+        return None
+
+    slow = FaultyStore(open_store(tmp_path / "a"), choose=slowly)
+    loop = Loop(slow, save_every=2, wait_for_saves=True, epochs=None, max_steps=6)
+    with loop.job as job:
+        for batch in job:
+            assert steps_in(tmp_path / "a")[:1] == ([job.step // 2 * 2] if job.step >= 2 else [])
+            loop.train(batch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_as_many_snapshots_as_wanted_are_kept_in_memory(
+    tmp_path: Path, memory_root: Path, count: int
+) -> None:
+    crash_after_saving(Loop(tmp_path / "a", snapshot_count=count), at=7)
+    assert len(images(memory_root)) == count
+    with Loop(tmp_path / "a", snapshot_count=count).job as job:
+        assert job.step == 6
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "two"])
+def test_a_number_of_snapshots_that_cannot_be_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"snapshot_count .* must be a whole number of at least 1"):
+        ElasticOptions(snapshot_count=wrong)

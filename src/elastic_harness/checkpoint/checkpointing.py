@@ -167,9 +167,10 @@ class CheckpointManager(Closing):
     # Saving
 
     def save_checkpoint(
-        self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME
+        self, state: CheckpointState, tier: CheckpointTier | str = CheckpointTier.NVME
     ) -> str | None:
         """Save to one tier; where it will be, None for memory. With the policy `fail`, an earlier failure is raised."""
+        tier = _tier(tier)
         if not self._is_configured(tier):
             setting = "s3_bucket" if tier == CheckpointTier.S3 else "nvme_path"
             raise InvalidCheckpointConfig(f"{setting} is not set, so nothing can be saved to {tier.name}")
@@ -198,8 +199,9 @@ class CheckpointManager(Closing):
                 self._pending.add(handle.future)
                 return handle
 
-    def should_checkpoint(self, step: int, tier: CheckpointTier) -> bool:
+    def should_checkpoint(self, step: int, tier: CheckpointTier | str) -> bool:
         """Whether a checkpoint is due after this step; never before the first."""
+        tier = _tier(tier)
         if step <= 0 or not self._is_configured(tier):
             return False
         memory = tier == CheckpointTier.MEMORY
@@ -221,11 +223,12 @@ class CheckpointManager(Closing):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str] | None = None,
-        tier: CheckpointTier | None = None,
+        tier: CheckpointTier | str | None = None,
         config: CheckpointLoadConfig | None = None,
     ) -> CheckpointState | None:
         """The newest intact checkpoint, None where there is none; or the one at `path`. `tier` says where to begin: NVME
         skips memory. Raises `CheckpointLoadError` where there are checkpoints, but none that can be loaded."""
+        tier = None if tier is None else _tier(tier)
         self._pending.settle()
         config = config or CheckpointLoadConfig()
         if path is not None:
@@ -268,7 +271,7 @@ class CheckpointManager(Closing):
         """A save has failed: what the policy says."""
         if self.config.async_save_policy == AsyncSavePolicy.FAIL or not self.config.async_save:
             raise error
-        log.warning("%s Training continues without this checkpoint.", error.message)
+        log.warning("%s. Training continues without this checkpoint.", error.message.rstrip("."))
 
     def _raise_failures(self) -> bool:
         """Whether every save that has ended since the last time has ended well."""
@@ -295,6 +298,15 @@ class CheckpointManager(Closing):
                 )
             return checked_state(restored.state, path=path, validate_structure=config.validate_structure)
         raise load_error(CheckpointNotFound("there is no such checkpoint"), path=path)
+
+
+def _tier(tier: CheckpointTier | str) -> CheckpointTier:
+    """Also by its name, in any case."""
+    try:
+        return CheckpointTier(tier.lower() if isinstance(tier, str) else tier)
+    except ValueError:
+        names = [each.value for each in TIERS]
+        raise InvalidCheckpointConfig(f"Unknown tier {tier!r}. Valid options: {names}") from None
 
 
 def _accepted(loaded: Any, path: str, *, validate_structure: bool) -> CheckpointState:

@@ -116,7 +116,7 @@ def load_checkpoint_to_model(
     strict: bool = True,
 ) -> None:
     """Put a state back. With `strict=False`, what does not fit is left as it is: parameters the model does not have or
-    the state has not, and an optimizer whose groups have changed."""
+    the state has not, an optimizer whose groups have changed, and a scheduler of another kind."""
     _unwrap(model).load_state_dict(state.model_state_dict, strict=strict)
     if optimizer is not None and state.optimizer_state_dict:
         try:
@@ -132,7 +132,14 @@ def load_checkpoint_to_model(
                 "the optimizer starts with a fresh state, because the saved one does not fit: %s", error
             )
     if lr_scheduler is not None and state.lr_scheduler_state_dict:
-        lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
+        try:
+            lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
+        except KeyError as error:
+            if strict:
+                raise CheckpointValidationError.missing_state(
+                    "the scheduler", str(error.args[0]), found=state.lr_scheduler_state_dict
+                ) from error
+            log.warning("the scheduler starts afresh, its state does not fit: it has no %s", error)
     _restore_generators(state.rng_states)
 
 

@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from strata.stores import open_store
 from strata.stores.protocol import Store, StoreError
 from strata.stores.urls import StoreOption
 from strata.trainer.error_translation import loading, save_error, saving
+from strata.trainer.validation import NOT_NEGATIVE_INT, POSITIVE, POSITIVE_INT, key_problem, nearest
+from strata.validation import Schema, violations
 
 log = logging.getLogger("elastic_harness.checkpoint")
 
@@ -55,12 +58,14 @@ class S3Config:
     bucket: str
     prefix: str = ""
     region: str | None = None
-    endpoint_url: str | None = None
     connect_timeout: float = 5.0
     """Seconds."""
     read_timeout: float = 60.0
     """Seconds for one request."""
     max_retries: int = 6
+    retry_mode: str = "standard"
+    """`standard`, `adaptive` or `legacy`, for older callers: pauses between attempts grow in each of them."""
+    endpoint_url: str | None = None
 
 
 _OTHER_NAMES = {
@@ -73,6 +78,37 @@ _OTHER_NAMES = {
     "aws_session_token": "session_token",
 }
 """What boto3 calls the store's options."""
+
+_LIMITS: dict[str, Schema] = {
+    "connect_timeout_s": POSITIVE,
+    "request_timeout_s": POSITIVE,
+    "retry_budget_s": POSITIVE,
+    "max_retries": NOT_NEGATIVE_INT,
+    "part_bytes": POSITIVE_INT,
+    "max_concurrency": POSITIVE_INT,
+    "retry_mode": {"type": "string", "enum": ["standard", "adaptive", "legacy"]},
+}
+_OPTIONS = frozenset([
+    "access_key_id", "allow_http", "checksum_algorithm", "conditional_put", "container_authorization_token_file",
+    "container_credentials_full_uri", "container_credentials_relative_uri", "copy_if_not_exists", "default_region",
+    "disable_bulk_delete", "disable_tagging", "endpoint", "metadata_endpoint", "region", "request_payer", "role_arn",
+    "role_session_name", "secret_access_key", "server_side_encryption", "session_token", "skip_signature",
+    "sse_bucket_key_enabled", "sse_customer_key_base64", "sse_kms_key_id", "sts_endpoint", "unsigned_payload",
+    "virtual_hosted_style_request", "web_identity_token_file", *_LIMITS,
+])  # fmt: skip
+"""What the store and its client know."""
+
+
+def _checked(options: Mapping[str, StoreOption]) -> dict[str, StoreOption]:
+    """The options by the store's names. Raises `InvalidCheckpointConfig` for the first that cannot be."""
+    known = sorted({*_OPTIONS, *_OTHER_NAMES})
+    for name, value in options.items():
+        ours = _OTHER_NAMES.get(name, name)
+        if ours not in _OPTIONS:
+            raise InvalidCheckpointConfig(f"unknown S3 option '{name}'{nearest(name, known)}", section=None)
+        for violation in violations(_LIMITS.get(ours, {}), value):
+            raise InvalidCheckpointConfig(key_problem("", name, violation), section=None)
+    return {_OTHER_NAMES.get(name, name): value for name, value in options.items() if name != "retry_mode"}
 
 
 def file_name(step: int) -> str:
@@ -232,17 +268,27 @@ class S3Backend(StorageBackend):
         bucket: str | S3Config,
         prefix: str = "",
         region: str | None = None,
+        connect_timeout: float | None = None,
+        read_timeout: float | None = None,
+        max_retries: int | None = None,
+        retry_mode: str | None = None,
         *,
         pending: Pending | None = None,
         **options: StoreOption,
     ) -> None:
-        """`options` go to the store: `endpoint`, `access_key_id`, `secret_access_key`, `max_retries`, `connect_timeout`
-        and `read_timeout` in seconds … An `S3Config` in place of the bucket says all of it."""
+        """Timeouts are in seconds; `options` go to the store: `endpoint`, `access_key_id`, `secret_access_key` … An `S3Config`
+        in place of the bucket says all of it."""
+        named = {
+            "connect_timeout": connect_timeout,
+            "read_timeout": read_timeout,
+            "max_retries": max_retries,
+            "retry_mode": retry_mode,
+        }
         if isinstance(bucket, S3Config):
             given = asdict(bucket)
             bucket, prefix, region = given.pop("bucket"), given.pop("prefix"), given.pop("region")
-            options = {**{name: value for name, value in given.items() if value is not None}, **options}
-        options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
+            named = {**given, **{name: value for name, value in named.items() if value is not None}}
+        options = _checked({**{name: value for name, value in named.items() if value is not None}, **options})
         if not bucket:
             raise InvalidCheckpointConfig("the bucket has no name", section=None)
         self.bucket = bucket
@@ -250,6 +296,10 @@ class S3Backend(StorageBackend):
         self.region = region
         settings = {**options, **({"region": region} if region else {})}
         super().__init__(f"s3://{bucket}/{self.prefix}".rstrip("/"), pending, **settings)
+
+    @classmethod
+    def from_config(cls, config: S3Config) -> S3Backend:
+        return cls(config)
 
     def could_mean(self, path: str) -> bool:
         return not os.path.isabs(path)

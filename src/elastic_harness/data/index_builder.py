@@ -21,6 +21,7 @@ from strata.data.tokens.building.records import OnBad
 from strata.data.tokens.format import DEFAULT_ENTRY_INTERVAL, IndexEntry, IndexHeader
 from strata.data.tokens.index import TokenIndex as TokenIndexFile
 from strata.errors import StrataError
+from strata.logs import level
 from strata.trainer.error_translation import reading_data
 from strata.trainer.errors import DataLoadingError
 
@@ -81,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [*arguments.files, *arguments.data_files]
     if not files:
         parser.error("no data files: give --data-files FILE…")
-    logging.basicConfig(level=os.environ.get("LOGLEVEL", "WARNING").upper(), format="%(message)s")
     try:
+        logging.basicConfig(level=level(logging.WARNING), format="%(message)s")
         with TerminalProgress() as progress:
             builder = IndexBuilder(
                 arguments.tokenizer,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import os
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -42,11 +44,17 @@ def chaos(
         str, typer.Option(help="Signal that `kill` sends: SIGKILL, SIGTERM, SIGINT, SIGABRT, SIGSEGV …")
     ] = "SIGKILL",
     min_survivors: Annotated[
-        int, typer.Option(min=0, help="Keep at least this many workers unaffected by a fault.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="Refuse to run where a fault could leave fewer workers unaffected. [1, or none]"
+        ),
+    ] = None,
     jitter: Annotated[
         float,
-        typer.Option(min=0.0, help="Vary each interval at random by up to this many seconds."),
+        typer.Option(
+            min=0.0,
+            help="Vary each interval at random: below 1 by this share of it (0.2: a fifth), from 1 on by this many seconds.",
+        ),
     ] = 0.0,
     verify_progress: Annotated[
         bool,
@@ -65,8 +73,9 @@ def chaos(
     chosen = _kinds("kill" if single_kill else kinds)
     if workers % agents:
         raise typer.BadParameter(f"{workers} workers cannot be divided among {agents} agents")
-    hit = max((workers // agents if kind == "agent" else kind != "coordinator") for kind in chosen)
-    if workers - hit < min_survivors:
+    hits = {"agent": workers // agents, "coordinator": 0}
+    hit = max(hits.get(kind, 1) for kind in chosen)
+    if min_survivors is not None and workers - hit < min_survivors:
         raise typer.BadParameter(
             f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
         )
@@ -77,7 +86,13 @@ def chaos(
         if not json:
             console.print(Text(text))
 
-    with tempfile.TemporaryDirectory(prefix="strata-chaos-") as folder:
+    jitter_s = jitter_seconds(jitter, interval)
+    when = f"{'after' if single_kill else 'every'} {interval:g} s" + (
+        f" ± {jitter_s:g} s" if jitter_s else ""
+    )
+    left = "" if hit < workers else ": none is left untouched"
+    say(f"a fault ({', '.join(chosen)}) {when} hits {hit} of {workers} workers{left}")
+    with _interrupted_once(), tempfile.TemporaryDirectory(prefix="strata-chaos-") as folder:
         report = _run(
             Path(folder),
             chosen,
@@ -86,7 +101,7 @@ def chaos(
             seed=seed,
             interval_s=interval,
             duration_s=0.0 if single_kill else duration,
-            jitter_s=jitter,
+            jitter_s=jitter_s,
             kill_signal=wanted,
             threshold_s=rto_threshold,
             compare=compare,
@@ -104,6 +119,49 @@ def chaos(
         ]
         print_table(("", "CHECK", "FOUND"), rows, empty="")
     raise typer.Exit(0 if report.passed else 1)
+
+
+def jitter_seconds(jitter: float, interval_s: float) -> float:
+    """As a share of the interval it was known first; one of a whole interval or more nobody wants."""
+    return jitter * interval_s if jitter < 1 else jitter
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """The first SIGINT or SIGTERM is a `KeyboardInterrupt`; what follows must not tear the clean-up, which is short."""
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children() -> set[int]:
+    import psutil
+
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _end_children(kept: set[int]) -> None:
+    """Of this process, but for those it had before: one that was being started when it was asked to stop is known to nobody."""
+    import psutil
+
+    from strata.launch.cleanup import is_tracker
+
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in kept and not is_tracker(child.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+                child.wait(10)
 
 
 def _kinds(text: str) -> list[str]:
@@ -155,19 +213,22 @@ def _run(
     from strata.launch.coordinator import CoordinatorProcess
     from strata.launch.sample_job import DATASET, SampleJob
 
-    coordinator = CoordinatorProcess(folder / "coordinator").start()
-    hang_s = 10.0 if "stop" in kinds else 0.0
+    coordinator = CoordinatorProcess(folder / "coordinator")
     job = SampleJob(
         folder=folder,
         name=f"chaos-{os.getpid()}",
         workers=workers,
         agents=agents,
         steps=10_000_000,
-        hang_timeout_s=hang_s,
+        hang_timeout_s=10.0 if "stop" in kinds else 0.0,
     )
     run = ChaosRun(job, coordinator, seed=seed, kill_signal=kill_signal, tell=say)
     chance = random.Random(seed)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_children, _children())
+        stack.callback(coordinator.stop)
+        stack.callback(run.close)
+        coordinator.start()
         run.start()
         began_s = time.monotonic()
         while True:
@@ -193,9 +254,6 @@ def _run(
         return ChaosReport(
             injuries=tuple(run.injuries), verdicts=tuple(verdicts), steps=steps, duration_s=elapsed_s
         )
-    finally:
-        run.close()
-        coordinator.stop()
 
 
 def _compare(run: ChaosRun, folder: Path, say: Callable[[str], None]) -> Verdict:

@@ -116,7 +116,9 @@ def store_from_env(environ: Mapping[str, str] | None = None) -> Store:
             f"STORAGE_BACKEND is {backend}, and CHECKPOINT_BUCKET is not set"
             if backend
             else "neither CHECKPOINT_DIR nor CHECKPOINT_BUCKET is set",
-            instead="CHECKPOINT_BUCKET=bucket, or a directory, or a URL",
+            instead="CHECKPOINT_BUCKET=bucket, or a URL"
+            if backend
+            else "a path, or CHECKPOINT_DIR=/dir, or CHECKPOINT_BUCKET=s3://bucket/prefix",
         )
     if "://" not in place:
         backend = backend or ("local" if place.startswith(("/", ".")) else "")

@@ -10,3 +10,7 @@
 What makes it elastic is `strata.elastic`, which serves any other loop as well. Everything raised on purpose is an
 `ElasticTrainingError`. Importing this loads no torch.
 """
+
+from strata.logs import hide_level_from_torch
+
+hide_level_from_torch()  # Before any of its modules imports torch.

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from strata.environment import unread
 from strata.trainer.errors import ConfigurationError
 from strata.trainer.validation import validate_training_config
+from strata.worker.address import coordinator_address as address_of
 
 T = TypeVar("T")
 
@@ -65,9 +66,14 @@ class SavingConfig:
     nvme_path: str | None = None
     s3_bucket: str | None = None
     s3_prefix: str = ""
+    s3_region: str | None = None
     checkpoint_interval: int = 500
     memory_snapshot_interval: int = 50
+    max_snapshots: int = 2
+    """Snapshots kept in memory."""
     keep_last_n: int = 3
+    async_save: bool = True
+    """Saves continue in the background. False waits for each."""
     async_save_policy: str = "warn"
     async_save_retries: int = 3
     async_save_retry_delay: float = 5.0
@@ -80,8 +86,15 @@ class SavingConfig:
 class ScalingSection:
     strategy: str = "variable_batch"
     scaling_rule: str = "linear"
+    base_lr: float | None = None
+    """The rate that was tuned; by default `training.lr`."""
+    base_batch_size: int | None = None
+    """The batch of a worker it was tuned for; by default `training.batch_size`."""
     base_world_size: int = 1
     target_global_batch_size: int | None = None
+    rounding_mode: str | None = None
+    """How `target_global_batch_size` becomes a whole number of micro-batches for every worker; by default it is held exactly,
+    with micro-batches that differ in size."""
     warmup_steps: int = 100
     min_lr: float = 1e-7
     max_lr: float = 1e-2
@@ -91,6 +104,8 @@ class ScalingSection:
 class ElasticSection:
     min_nodes: int = 1
     max_nodes: int = 4
+    nproc_per_node: int | str | None = None
+    """What the launcher should have been given; only compared with what is there."""
     hang_timeout: float = 0.0
     shutdown_timeout: float = 25.0
     coordinator: str | None = None
@@ -133,6 +148,9 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigurationError(f"'{override}' is no setting", suggestions=["Write section.key=value."])
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
         document = OmegaConf.to_container(merged, resolve=True)
@@ -148,7 +166,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         RecursionError,
     ) as error:
         known = isinstance(error, YAMLError)
-        reason = _syntax_error(path) if known else str(error) or "it must be a mapping of sections"
+        reason = (known and _syntax_error(path)) or str(error) or "it must be a mapping of sections"
         raise ConfigurationError(
             f"'{path}' cannot be read: {reason}", suggestions=[f"Check it with: strata validate {path}"]
         ) from error
@@ -165,7 +183,7 @@ def _syntax_error(path: Path) -> str:
         yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         return f"{type(error).__module__}.{type(error).__name__}: {error}"
-    return "it is not YAML that OmegaConf accepts"
+    return ""  # It is YAML, and OmegaConf accepts less: no key twice, no list in itself.
 
 
 def _build(document: Mapping[str, Any]) -> TrainConfig:
@@ -180,8 +198,8 @@ def _build(document: Mapping[str, Any]) -> TrainConfig:
             values.setdefault("lr", values.pop("learning_rate"))
         if name == "data" and "data_files" in values:
             values.setdefault("files", values.pop("data_files"))
-        if name == "checkpoint" and os.environ.get("CHECKPOINT_DIR"):
-            values.setdefault("nvme_path", os.environ["CHECKPOINT_DIR"])
+        if name == "checkpoint" and values.get("nvme_path") is None:
+            values["nvme_path"] = os.environ.get("CHECKPOINT_DIR") or None
         sections[name] = _section(kind, values)
     seq_length = (document.get("data") or {}).get("seq_length")
     if seq_length and "seq_length" not in (document.get("model") or {}):
@@ -207,6 +225,14 @@ def _section(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def coordinator_address(config: TrainConfig) -> str | None:
-    return (
-        config.elastic.coordinator or os.environ.get("COORDINATOR_ADDR") or os.environ.get("COORDINATOR_URL")
-    )
+    """From the file, else from the environment. Raises `ConfigurationError` for what is none."""
+    named = {"elastic.coordinator": config.elastic.coordinator}
+    named |= {name: os.environ.get(name) for name in ("COORDINATOR_ADDR", "COORDINATOR_URL")}
+    for name, address in named.items():
+        if address:
+            try:
+                address_of(address)
+            except ValueError as error:
+                raise ConfigurationError(f"{name}: {error}") from None
+            return address
+    return None

@@ -12,6 +12,7 @@ the data files and the tokenizer; one that no longer fits is refused with the co
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,9 @@ from strata.data.tokens.index import TokenIndex
 from strata.data.tokens.sequences import DatasetState, SequenceReader
 from strata.trainer.error_translation import reading_data, respelt
 from strata.trainer.errors import DataLoadingError
+from strata.trainer.validation import other_tokenizer
+
+log = logging.getLogger("strata.trainer")
 
 __all__ = ["DatasetState", "ResumableDataset", "create_dataloader"]
 
@@ -132,10 +136,27 @@ def _verify(index: TokenIndex, data_files: list[Path], tokenizer: object, text_k
             f"it holds the texts under {index.meta.text_key!r}, not {text_key!r}",
             rebuild=rebuild_command(index, data_files, text_key=text_key),
         )
+    if tokenizer is None:
+        return
     # A name on the hub would have to be downloaded to be compared: training does not need it.
-    local = not isinstance(tokenizer, str) or tokenizer == BYTES_NAME or os.path.exists(tokenizer)
-    if tokenizer is not None and local:
+    if not isinstance(tokenizer, str) or tokenizer == BYTES_NAME or os.path.exists(tokenizer):
         check_tokenizer(index, load_tokenizer(tokenizer), data_files)
+        return
+    other = other_tokenizer(index, tokenizer)
+    if other.is_certain:
+        raise StaleIndex(
+            index.path,
+            data_files[0] if data_files else index.path,
+            f"it {other.reason}",
+            rebuild=build_command(
+                [str(path) for path in data_files],
+                index.path,
+                tokenizer=tokenizer,
+                text_key=index.meta.text_key,
+            ),
+        )
+    if other.reason:
+        log.warning("the index %s %s; they are not compared", index.path, other.reason)
 
 
 class SequenceDataset(Dataset[Rows]):

@@ -135,22 +135,25 @@ def get_world_info() -> WorldInfo:
     missing = [name for name in REQUIRED_ENVIRONMENT if not os.environ.get(name)]
     if missing:
         raise DistributedSetupError.missing_environment(missing)
-    world_size = _env_int("WORLD_SIZE")
+    world_size = _env_int("WORLD_SIZE", least=1)
     return WorldInfo(
-        rank=_env_int("RANK"),
-        local_rank=_env_int("LOCAL_RANK"),
+        rank=_env_int("RANK", least=0, most=world_size - 1),
+        local_rank=_env_int("LOCAL_RANK", least=0),
         world_size=world_size,
-        local_world_size=_env_int("LOCAL_WORLD_SIZE", default=world_size),
+        local_world_size=_env_int("LOCAL_WORLD_SIZE", default=world_size, least=1),
         master_addr=os.environ.get("MASTER_ADDR") or "localhost",
         master_port=_env_int("MASTER_PORT", default=29500),
     )
 
 
-def setup_distributed_environment(backend: Backend = "auto", *, timeout_s: float | None = None) -> WorldInfo:
+def setup_distributed_environment(
+    backend: Backend = "auto", init_method: str | None = None, *, timeout_s: float | None = None
+) -> WorldInfo:
     """Join the process group and say where this process stands in it. Calling it again changes nothing.
 
-    `auto` takes nccl where this machine has a GPU for every local worker, else gloo. The time-out holds for
-    joining and for every collective after it; it defaults to NCCL_SOCKET_TIMEOUT, or five minutes.
+    `auto` takes nccl where this machine has a GPU for every local worker, else gloo. `init_method` is PyTorch's URL of the
+    place to meet at; by default MASTER_ADDR and MASTER_PORT name it. The time-out holds for joining and for every
+    collective after it; it defaults to NCCL_SOCKET_TIMEOUT, or five minutes.
     """
     if backend not in ("nccl", "gloo", "auto"):
         raise ConfigurationError(
@@ -182,6 +185,7 @@ def setup_distributed_environment(backend: Backend = "auto", *, timeout_s: float
     try:
         dist.init_process_group(
             backend=backend,
+            init_method=init_method,
             rank=world.rank,
             world_size=world.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
@@ -190,8 +194,10 @@ def setup_distributed_environment(backend: Backend = "auto", *, timeout_s: float
     except (
         RuntimeError,
         OSError,
+        ValueError,  # Of a URL.
     ) as error:  # DistNetworkError, DistStoreError and DistBackendError are RuntimeErrors.
-        raise _setup_error(error, world=world, timeout_s=timeout_s) from error
+        address = init_method or f"{world.master_addr}:{world.master_port}"
+        raise _setup_error(error, world=world, address=address, timeout_s=timeout_s) from error
     return world
 
 
@@ -247,11 +253,17 @@ def _group() -> Any:
     return dist if dist.is_available() and dist.is_initialized() else None
 
 
-def _env_int(name: str, *, default: int | None = None) -> int:
+def _env_int(
+    name: str, *, default: int | None = None, least: int | None = None, most: int | None = None
+) -> int:
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default
-    return _count(name, text)
+    number = _count(name, text)
+    if (least is not None and number < least) or (most is not None and number > most):
+        limits = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise DistributedSetupError.invalid_environment(name, text, limits=limits)
+    return number
 
 
 def _count(name: str, text: str) -> int:
@@ -261,10 +273,11 @@ def _count(name: str, text: str) -> int:
         raise DistributedSetupError.invalid_environment(name, text) from None
 
 
-def _setup_error(error: Exception, *, world: WorldInfo, timeout_s: float) -> DistributedSetupError:
+def _setup_error(
+    error: Exception, *, world: WorldInfo, address: str, timeout_s: float
+) -> DistributedSetupError:
     """The cause of a failed `init_process_group`, in words. PyTorch distinguishes them only by text."""
     text = str(error)
-    address = f"{world.master_addr}:{world.master_port}"
     if "EADDRINUSE" in text or "ddress already in use" in text:
         return DistributedSetupError.address_in_use(address=address)
     if "timed out" in text.lower() or "timeout" in text.lower():

@@ -3,14 +3,14 @@
 Every error takes its facts as keyword fields and builds its own text: `message` is one line that names what
 happened, `suggestions` says what to do about it, `str(error)` is both. The first positional argument is always
 the reason, so an error survives pickling and PyTorch's re-raise from a data loader process; `message` is another
-name for it, as `config_key`, `file_path` and `checkpoint_path` are for what their errors are about. Nothing here
-imports torch.
+name for it, as `config_key`, `file_path` and `checkpoint_path` are for what their errors are about. Arguments have the
+order of earlier versions. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from strata.errors import StrataError
 
@@ -52,9 +52,9 @@ class ConfigurationError(ElasticTrainingError):
     def __init__(
         self,
         reason: str = "",
-        *,
         section: str | None = None,
         suggestions: Iterable[str] | None = None,
+        *,
         message: str = "",
         config_key: str | None = None,
     ) -> None:
@@ -66,27 +66,64 @@ class ConfigurationError(ElasticTrainingError):
         return self.section
 
 
+_TORCHRUN = (
+    "Start it with torchrun, which sets them: torchrun --nproc-per-node=4 train.py --config config.yaml"
+)
+_MASTER_ADDR = (
+    "MASTER_ADDR must be the address of the node of rank 0 (hostname -I there); "
+    "on one machine: MASTER_ADDR=localhost"
+)
+_NCCL_DEBUG = "Ask NCCL what it tried: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ALL torchrun ..."
+_LONGER = "Allow slow networks more time: setup_distributed_environment(timeout_s=600)"
+
+
 class DistributedSetupError(ElasticTrainingError, RuntimeError):
     """This process could not join the others. Also a `RuntimeError`, as PyTorch users expect here."""
 
     code = "distributed_setup"
+    COMMON_ISSUES: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"), _TORCHRUN),
+        "MASTER_ADDR": _MASTER_ADDR,
+        "MASTER_PORT": "MASTER_PORT must be a free port of the node of rank 0: MASTER_PORT=29500",
+        "NCCL": _NCCL_DEBUG,
+        "timeout": _LONGER,
+    }
+    """What to do about a variable that is missing, or about a word in PyTorch's message."""
+
+    def __init__(
+        self,
+        reason: str = "",
+        missing_vars: Sequence[str] = (),
+        context: Mapping[str, Any] | None = None,
+        suggestions: Iterable[str] | None = None,
+        *,
+        message: str = "",
+    ) -> None:
+        self.missing_vars = list(missing_vars)
+        self.context = dict(context or {})
+        if suggestions is None:
+            known = (self.COMMON_ISSUES[name] for name in self.missing_vars if name in self.COMMON_ISSUES)
+            suggestions = dict.fromkeys(known)
+        super().__init__(reason, suggestions=suggestions, message=message)
 
     @classmethod
     def missing_environment(cls, names: Sequence[str]) -> DistributedSetupError:
         """The process was not started by torchrun."""
         return cls(
             f"Missing required environment variables: {list(names)}",
+            missing_vars=names,
             suggestions=(
-                "Start it with torchrun, which sets them: torchrun --nproc-per-node=4 train.py --config config.yaml",
+                _TORCHRUN,
                 "On several nodes add: --nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=HOST:2379 --rdzv-id=JOB",
             ),
         )
 
     @classmethod
-    def invalid_environment(cls, name: str, value: str) -> DistributedSetupError:
+    def invalid_environment(cls, name: str, value: str, *, limits: str = "") -> DistributedSetupError:
         """A variable that torchrun sets to a number holds something else."""
+        wanted = f"a whole number {limits}".rstrip()
         return cls(
-            f"Environment variable {name} must be a whole number, not {value!r}",
+            f"Environment variable {name} must be {wanted}, not {value!r}",
             suggestions=("Unset it and let torchrun set it.",),
         )
 
@@ -98,11 +135,10 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
         return cls(
             f"Distributed initialization timed out: rank {rank} of {world_size} waited {timeout_s:g} s at {address}",
             suggestions=(
-                "MASTER_ADDR must be the address of the node of rank 0 (hostname -I there); "
-                "on one machine: MASTER_ADDR=localhost",
+                _MASTER_ADDR,
                 f"Check that every node can reach it and no firewall is in between: nc -zv {address.replace(':', ' ')}",
                 "With several network interfaces, choose one: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0",
-                "Allow slow networks more time: setup_distributed_environment(timeout_s=600)",
+                _LONGER,
             ),
         )
 
@@ -125,7 +161,7 @@ class DistributedSetupError(ElasticTrainingError, RuntimeError):
             f"NCCL error in: {detail}",
             suggestions=(
                 "Check that the driver answers on every node: nvidia-smi",
-                "Ask NCCL what it tried: NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ALL torchrun ...",
+                _NCCL_DEBUG,
                 "With several network interfaces, choose one: NCCL_SOCKET_IFNAME=eth0 torchrun ...",
                 "All nodes need the same NCCL version, and port 29500 open between them.",
             ),
@@ -163,9 +199,10 @@ class CheckpointSaveError(CheckpointError):
     def __init__(
         self,
         reason: str = "",
-        *,
-        tier: str | None = None,
         path: str | None = None,
+        tier: str | None = None,
+        original_error: BaseException | None = None,
+        *,
         suggestions: Iterable[str] | None = None,
         message: str = "",
         checkpoint_path: str | None = None,
@@ -183,29 +220,19 @@ class CheckpointSaveError(CheckpointError):
             suggestions=usual if suggestions is None else suggestions,
             message=message,
         )
+        if original_error is not None:
+            self.__cause__ = original_error
+
+    @property
+    def original_error(self) -> BaseException | None:
+        """What the save failed of. Does not survive pickling."""
+        return self.__cause__
 
 
-class _StoredCheckpointError(CheckpointError):
-    """What is wrong with a checkpoint at a path."""
-
-    def __init__(
-        self,
-        reason: str = "",
-        *,
-        path: str | None = None,
-        suggestions: Iterable[str] | None = None,
-        message: str = "",
-        checkpoint_path: str | None = None,
-    ) -> None:
-        self.path = checkpoint_path if path is None else path
-        super().__init__(reason, about=self.path, suggestions=suggestions, message=message)
-
-
-class CheckpointLoadError(_StoredCheckpointError):
+class CheckpointLoadError(CheckpointError):
     """A checkpoint exists but could not be restored."""
 
     code = "checkpoint_load"
-    opening = "Failed to load checkpoint from '%s'"
     usual_suggestions = (
         "If the file is damaged remove it: the next older checkpoint is taken instead.",
         "If the model has changed since: load_checkpoint_to_model(state, model, optimizer, strict=False)",
@@ -213,30 +240,68 @@ class CheckpointLoadError(_StoredCheckpointError):
         "If it needs full unpickling and you made it yourself: CheckpointLoadConfig(trusted_source=True)",
     )
 
+    def __init__(
+        self,
+        reason: str = "",
+        path: str | None = None,
+        tier: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        *,
+        message: str = "",
+        checkpoint_path: str | None = None,
+    ) -> None:
+        self.path = checkpoint_path if path is None else path
+        self.tier = None if tier is None else tier.upper()
+        prefix = "" if self.tier is None else f"[{self.tier}] "
+        where = "" if self.path is None else f" from '{self.path}'"
+        is_bare = self.tier is None and self.path is None
+        about = None if is_bare else f"{prefix}Failed to load checkpoint{where}"
+        super().__init__(reason, about=about, suggestions=suggestions, message=message)
+
     @classmethod
     def missing_keys(cls, path: str, keys: Iterable[str]) -> CheckpointLoadError:
         """The file opened, but is no complete checkpoint."""
         return cls(f"Missing required keys: {_braces(keys)}", path=path)
 
 
-class CheckpointValidationError(_StoredCheckpointError):
+class CheckpointValidationError(CheckpointError):
     """The content of a checkpoint is not what a checkpoint must hold."""
 
     code = "checkpoint_validation"
     opening = "Checkpoint '%s' is not valid"
     usual_suggestions = ("Restore an older one, or another tier's copy of it.",)
 
+    def __init__(
+        self,
+        reason: str = "",
+        missing_keys: Iterable[str] = (),
+        invalid_keys: Iterable[str] = (),
+        *,
+        path: str | None = None,
+        suggestions: Iterable[str] | None = None,
+        message: str = "",
+        checkpoint_path: str | None = None,
+    ) -> None:
+        self.path = checkpoint_path if path is None else path
+        self.missing_keys, self.invalid_keys = list(missing_keys), list(invalid_keys)
+        named = {"missing": self.missing_keys, "invalid": self.invalid_keys}
+        keys = "; ".join(f"{what}: {', '.join(map(repr, names))}" for what, names in named.items() if names)
+        reason = f"{reason or message} ({keys})" if keys else reason
+        super().__init__(reason, about=self.path, suggestions=suggestions, message=message)
+
     @classmethod
     def missing_state(cls, of: str, *names: str, found: Iterable[str] = ()) -> CheckpointValidationError:
         """A saved state that lacks what cannot be done without."""
         there = ", ".join(sorted(map(str, found))) or "nothing"
-        return cls(
+        error = cls(
             f"The saved state of {of} has no {', '.join(map(repr, names))}; it has {there}",
             suggestions=(
                 "Add what is missing to the state before loading it, if you know it.",
                 "Or leave this part out: the weights do not depend on it.",
             ),
         )
+        error.missing_keys = list(names)
+        return error
 
 
 class MemoryLimitExceeded(CheckpointError):
@@ -249,10 +314,12 @@ class MemoryLimitExceeded(CheckpointError):
         "Or do without them: checkpoint.memory_snapshot_interval: 0, and a shorter checkpoint_interval",
     )
 
-    def __init__(self, reason: str, *, required_mb: float = 0.0, available_mb: float = 0.0) -> None:
+    def __init__(
+        self, reason: str = "", *, required_mb: float = 0.0, available_mb: float = 0.0, message: str = ""
+    ) -> None:
         self.required_mb = required_mb
         self.available_mb = available_mb
-        super().__init__(reason)
+        super().__init__(reason, message=message)
 
     @classmethod
     def for_snapshot(cls, *, required_mb: float, available_mb: float) -> MemoryLimitExceeded:
@@ -271,9 +338,9 @@ class TopologyChangeError(ElasticTrainingError):
     def __init__(
         self,
         reason: str = "",
-        *,
         old_world_size: int | None = None,
         new_world_size: int | None = None,
+        *,
         suggestions: Iterable[str] | None = None,
         message: str = "",
     ) -> None:
@@ -318,9 +385,9 @@ class DataLoadingError(ElasticTrainingError):
     def __init__(
         self,
         reason: str = "",
-        *,
         source: str | None = None,
         suggestions: Iterable[str] | None = None,
+        *,
         message: str = "",
         file_path: str | None = None,
     ) -> None:

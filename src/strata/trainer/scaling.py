@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, overload
 
 from strata.trainer.errors import CheckpointValidationError, ConfigurationError
 
@@ -53,6 +53,9 @@ class ScalingRule(Enum):
     NONE = "none"
 
 
+RuleName = Literal["linear", "sqrt", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
     """The rate that was tuned, and for which world. `base_batch_size` counts samples per worker."""
@@ -60,12 +63,13 @@ class ScalingConfig:
     base_lr: float
     base_batch_size: int
     base_world_size: int
-    scaling_rule: ScalingRule = ScalingRule.LINEAR
+    scaling_rule: ScalingRule | RuleName = ScalingRule.LINEAR
     warmup_steps: int = 100
     min_lr: float = 1e-7
     max_lr: float = 1e-2
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scaling_rule", _rule(self.scaling_rule))
         _require_positive("scaling", base_lr=self.base_lr, max_lr=self.max_lr)
         _require_counts("scaling", base_batch_size=self.base_batch_size, base_world_size=self.base_world_size)
         if self.warmup_steps < 0:
@@ -77,26 +81,94 @@ class ScalingConfig:
                 f"min_lr ({self.min_lr:g}) must lie between 0 and max_lr ({self.max_lr:g})", section="scaling"
             )
 
+    @property
+    def base_effective_batch_size(self) -> int:
+        return self.base_batch_size * self.base_world_size
+
 
 def scaled_lr(config: ScalingConfig, world_size: int, batch_size: int | None = None) -> float:
     """The learning rate for `world_size` workers with `batch_size` samples each."""
     _require_world(world_size)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    ratio = (world_size * (batch_size or config.base_batch_size)) / (
-        config.base_world_size * config.base_batch_size
+    factor = _factor(
+        config.scaling_rule,
+        old=config.base_effective_batch_size,
+        new=world_size * (batch_size or config.base_batch_size),
     )
-    match config.scaling_rule:
-        case ScalingRule.LINEAR:
-            factor = ratio
-        case ScalingRule.SQRT:
-            factor = math.sqrt(ratio)
-        case ScalingRule.NONE:
-            factor = 1.0
     return min(max(config.base_lr * factor, config.min_lr), config.max_lr)
 
 
-get_scaled_lr = scaled_lr
+@overload
+def get_scaled_lr(config: ScalingConfig, world_size: int, batch_size: int | None = None) -> float: ...
+@overload
+def get_scaled_lr(
+    base_lr: float,
+    old_effective_batch: int,
+    new_effective_batch: int,
+    /,
+    *,
+    scaling_rule: ScalingRule | RuleName = ...,
+) -> float: ...
+@overload
+def get_scaled_lr(
+    *,
+    base_lr: float,
+    old_effective_batch: int,
+    new_effective_batch: int,
+    scaling_rule: ScalingRule | RuleName = ...,
+) -> float: ...
+def get_scaled_lr(
+    config: ScalingConfig | float | None = None,
+    world_size: int | None = None,
+    batch_size: int | None = None,
+    *,
+    base_lr: float | None = None,
+    old_effective_batch: int | None = None,
+    new_effective_batch: int | None = None,
+    scaling_rule: ScalingRule | RuleName = ScalingRule.LINEAR,
+) -> float:
+    """`scaled_lr`, or, as in earlier versions, a rate between two global batches, without limits."""
+    if isinstance(config, ScalingConfig):
+        if world_size is None:
+            raise TypeError("world_size is missing")
+        return scaled_lr(config, world_size, batch_size)
+    return _between_batches(
+        scaling_rule,
+        base_lr=config if base_lr is None else base_lr,
+        old_effective_batch=world_size if old_effective_batch is None else old_effective_batch,
+        new_effective_batch=batch_size if new_effective_batch is None else new_effective_batch,
+    )
+
+
+def _between_batches(rule: ScalingRule | RuleName, *, base_lr: float | None, **batches: int | None) -> float:
+    missing = [name for name, value in {"base_lr": base_lr, **batches}.items() if value is None]
+    if base_lr is None or missing:
+        raise TypeError(f"missing: {', '.join(missing)}")
+    old, new = (value or 0 for value in batches.values())
+    if min(old, new) < 1:
+        raise ValueError(f"batches must be at least 1, not {old} and {new}")
+    return base_lr * _factor(rule, old=old, new=new)
+
+
+def _factor(rule: ScalingRule | RuleName, *, old: int, new: int) -> float:
+    match _rule(rule):
+        case ScalingRule.LINEAR:
+            return new / old
+        case ScalingRule.SQRT:
+            return math.sqrt(new / old)
+        case ScalingRule.NONE:
+            return 1.0
+
+
+def _rule(rule: object) -> ScalingRule:
+    try:
+        return ScalingRule(rule)
+    except ValueError:
+        raise ConfigurationError(
+            f"Unknown scaling rule '{rule}'. Valid options: {[each.value for each in ScalingRule]}",
+            section="scaling",
+        ) from None
 
 
 class WarmupScheduler:
@@ -164,19 +236,50 @@ class LRScalingManager:
     def is_warming_up(self) -> bool:
         return self._warmup is not None
 
-    def get_scaled_lr(self, world_size: int | None = None, batch_size: int | None = None) -> float:
-        """The rate a world would settle at; by default the present one. Changes nothing."""
+    @property
+    def current_effective_batch_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @overload
+    def get_scaled_lr(self, world_size: int | None = None, batch_size: int | None = None) -> float: ...
+    @overload
+    def get_scaled_lr(
+        self, base_lr: float, old_effective_batch: int, /, new_effective_batch: int
+    ) -> float: ...
+    @overload
+    def get_scaled_lr(
+        self, *, base_lr: float, old_effective_batch: int, new_effective_batch: int
+    ) -> float: ...
+    def get_scaled_lr(
+        self,
+        world_size: float | None = None,
+        batch_size: int | None = None,
+        new_effective_batch: int | None = None,
+        *,
+        base_lr: float | None = None,
+        old_effective_batch: int | None = None,
+    ) -> float:
+        """The rate a world would settle at; by default the present one. Or, as in earlier versions, a rate between two
+        global batches, without limits. Changes nothing."""
+        if (base_lr, old_effective_batch, new_effective_batch) != (None, None, None):
+            return _between_batches(
+                self.config.scaling_rule,
+                base_lr=world_size if base_lr is None else base_lr,
+                old_effective_batch=batch_size if old_effective_batch is None else old_effective_batch,
+                new_effective_batch=new_effective_batch,
+            )
         if world_size is None:
             return scaled_lr(self.config, self.world_size, batch_size or self.batch_size)
-        return scaled_lr(self.config, world_size, batch_size)
+        return scaled_lr(self.config, cast("int", world_size), batch_size)
 
     def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> float:
-        """Aim at the rate of the new world, and return it. The way there takes `warmup_steps` steps."""
-        before = self.current_lr
+        """Aim at the rate of the new world, and return it. The way there takes `warmup_steps` steps. Without a
+        `batch_size` workers keep theirs."""
+        before, batch_size = self.current_lr, self.batch_size if batch_size is None else batch_size
         # Refuses bad input before anything changes.
         target = scaled_lr(self.config, new_world_size, batch_size)
         self.world_size = new_world_size
-        self.batch_size = batch_size or self.config.base_batch_size
+        self.batch_size = batch_size
         steps = self.config.warmup_steps
         self._warmup = WarmupScheduler(before, target, steps) if steps and target != before else None
         self._apply()
@@ -210,23 +313,40 @@ class LRScalingManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `CheckpointValidationError` for a state without a world; what else an older one lacks is at rest."""
         world_size = int(_saved(state, "world_size", "current_world_size", of="the learning rate"))
-        batch_size = int(state.get("batch_size") or self.config.base_batch_size)
+        batch_size = int(
+            state.get("batch_size") or state.get("current_batch_size") or self.config.base_batch_size
+        )
         ratios = [float(ratio) for ratio in state.get("group_ratios", self._group_ratios)]
         if len(ratios) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"saved for {len(ratios)} parameter groups, not {len(self.optimizer.param_groups)}"
             )
-        target = scaled_lr(self.config, world_size, batch_size)
+        ramp = self._saved_ramp(state, target=scaled_lr(self.config, world_size, batch_size))
         self.world_size = world_size
         self.batch_size = batch_size
         self._schedule_factor = float(state.get("schedule_factor", 1.0))
         self._group_ratios = ratios
-        self._warmup = None
-        if state.get("warmup") is not None:
-            start_lr, current_step = state["warmup"]
-            self._warmup = WarmupScheduler(float(start_lr), target, self.config.warmup_steps)
-            self._warmup.current_step = int(current_step)
+        self._warmup = ramp
         self._apply()
+        if ramp is None and not math.isclose(state.get("current_lr", self.target_lr), self.target_lr):
+            logger.warning(
+                "the saved learning rate %g is not that of %d workers with %d samples each; using %g",
+                state["current_lr"], world_size, batch_size, self.target_lr,
+            )  # fmt: skip
+
+    def _saved_ramp(self, state: Mapping[str, Any], *, target: float) -> WarmupScheduler | None:
+        steps = self.config.warmup_steps
+        if state.get("warmup") is not None:
+            start_lr, step = state["warmup"]
+        elif state.get("warmup_active") and int(state.get("warmup_step", 0)) < steps:
+            # Earlier versions saved how far the ramp had come, and not where it began.
+            step = int(state.get("warmup_step", 0))
+            start_lr = (float(state.get("current_lr", target)) * steps - target * step) / (steps - step)
+        else:
+            return None
+        ramp = WarmupScheduler(float(start_lr), target, steps)
+        ramp.current_step = int(step)
+        return ramp
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +371,10 @@ class GradAccumulationConfig:
                 section="scaling",
             )
         object.__setattr__(self, "rounding_mode", RoundingMode(self.rounding_mode))
+
+    @property
+    def base_accumulation_steps(self) -> int:
+        return accumulation_steps(self, self.base_world_size)
 
 
 def accumulation_steps(config: GradAccumulationConfig, world_size: int) -> int:
@@ -304,16 +428,52 @@ class GradientAccumulationManager:
         self._micro_step = 0
         return self.accumulation_steps
 
+    def reset(self) -> None:
+        """Begin the step again."""
+        self._micro_step = 0
+
+    @property
+    def current_world_size(self) -> int:
+        return self.world_size
+
+    @property
+    def current_accumulation_count(self) -> int:
+        """Micro-batches of the step being made."""
+        return self._micro_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"world_size": self.world_size, "accumulated_count": self._micro_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `CheckpointValidationError` for a state without a world. How many micro-batches a step has follows from it."""
+        world_size = int(_saved(state, "world_size", "current_world_size", of="gradient accumulation"))
+        self.on_topology_change(world_size)
+        self._micro_step = int(state.get("accumulated_count", 0)) % self.accumulation_steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """What a change of the world means for the optimizer, and why."""
+    """What a change of the world means for the optimizer, and why. Also read like a dictionary: `decision["lr"]`."""
 
     world_size: int
     lr: float
     accumulation_steps: int
     effective_batch_size: int
     reason: str
+
+    def keys(self) -> list[str]:
+        return [each.name for each in fields(self)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self else default
 
 
 class ElasticScalingManager:
@@ -342,6 +502,14 @@ class ElasticScalingManager:
         self.world_size = lr_config.base_world_size
 
     @property
+    def lr_manager(self) -> LRScalingManager:
+        return self.lr
+
+    @property
+    def accum_manager(self) -> GradientAccumulationManager | None:
+        return self.accumulation
+
+    @property
     def accumulation_steps(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.accumulation_steps
 
@@ -365,7 +533,12 @@ class ElasticScalingManager:
     def step(self, schedule_factor: float = 1.0) -> float:
         return self.lr.step(schedule_factor)
 
-    def on_topology_change(self, new_world_size: int) -> ScalingDecision:
+    def step_lr(self) -> float:
+        """`step` for loops without a schedule."""
+        return self.step()
+
+    def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> ScalingDecision:
+        """`batch_size` is what each worker takes from now on, where that changes too."""
         _require_world(new_world_size)
         before, self.world_size = self.world_size, new_world_size
         if self.strategy == "constant_batch":
@@ -373,7 +546,7 @@ class ElasticScalingManager:
             self.accumulation.on_topology_change(new_world_size)
             lr = self.lr.target_lr
         else:
-            lr = self.lr.on_topology_change(new_world_size)
+            lr = self.lr.on_topology_change(new_world_size, batch_size)
         decision = ScalingDecision(
             world_size=new_world_size,
             lr=lr,
@@ -390,12 +563,17 @@ class ElasticScalingManager:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also loads a state of the learning rate alone. Raises `CheckpointValidationError` for one without a world."""
-        rate = state["lr"] if isinstance(state.get("lr"), Mapping) else state
+        state = _mapping(state, of="scaling")
+        rates = [state[name] for name in ("lr", "lr_state") if isinstance(state.get(name), Mapping)]
+        rate = rates[0] if rates else state
         world_size = int(_saved({**rate, **state}, "world_size", "current_world_size", of="scaling"))
+        if self.strategy == "constant_batch":  # The rate is that of the base, whatever the world.
+            base = self.lr.config
+            rate = {**rate, "world_size": base.base_world_size, "batch_size": base.base_batch_size}
         self.lr.load_state_dict({"world_size": world_size, **rate})
         self.world_size = world_size
         if self.accumulation is not None and self.strategy == "constant_batch":
-            self.accumulation.on_topology_change(self.world_size)
+            self.accumulation.load_state_dict({**(state.get("accum_state") or {}), "world_size": world_size})
 
 
 def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.1) -> float:
@@ -446,8 +624,15 @@ def unknown_strategy(strategy: object) -> ConfigurationError:
     )
 
 
-def _saved(state: Mapping[str, Any], *names: str, of: str) -> Any:
+def _mapping(state: object, *, of: str) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise CheckpointValidationError(f"The saved state of {of} is a {type(state).__name__}")
+    return state
+
+
+def _saved(state: object, *names: str, of: str) -> Any:
     """What a saved state holds under one of its names, the present one first."""
+    state = _mapping(state, of=of)
     for name in names:
         if name in state:
             return state[name]

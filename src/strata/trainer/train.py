@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,13 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strata.agent.trace import Tracer
 from strata.checkpoint.catalog.naming import step_stem
+from strata.checkpoint.destinations import Destination
 from strata.checkpoint.errors import SaveFailed
 from strata.core.faults.failures import EXIT_AGAIN
 from strata.data.loading.loader import ElasticLoader
 from strata.data.loading.sampler import ElasticSampler
 from strata.data.loading.steps import Batch
 from strata.errors import StrataError
-from strata.logs import formatter
+from strata.logs import formatter, level
+from strata.stores import open_store
+from strata.stores.deferred import open_deferred
 from strata.torch_compat import lazy_dynamo
 from strata.trainer.config import TrainConfig, coordinator_address, read_train_config
 from strata.trainer.data import ResumableDataset, SequenceDataset, collate
@@ -41,18 +44,20 @@ from strata.trainer.distributed import (
     setup_distributed_environment,
 )
 from strata.trainer.error_translation import save_error
-from strata.trainer.errors import TopologyChangeError
+from strata.trainer.errors import ConfigurationError, TopologyChangeError
 from strata.trainer.metrics import TrainingMetrics
 from strata.trainer.model import GPT, GPTConfig
 from strata.trainer.parallel import build_mesh, clip, exchange_gradients, sizes, spread
 from strata.trainer.scaling import (
     ElasticScalingManager,
     GradAccumulationConfig,
+    RoundingMode,
     ScalingConfig,
     ScalingRule,
     cosine_factor,
 )
 from strata.trainer.sync import SyncTimer
+from strata.trainer.validation import vocabulary_problem
 from strata.training.job import ElasticJob, ElasticOptions
 
 log = logging.getLogger("strata.trainer")
@@ -83,6 +88,8 @@ class Trainer:
 
     def _build_model(self, tokens: ResumableDataset) -> GPT:
         section = self.config.model
+        if problem := vocabulary_problem(tokens.index, section.vocab_size):
+            raise ConfigurationError(problem, section="model", suggestions=["Leave model.vocab_size out."])
         known = section.vocab_size or tokens.index.meta.vocab_size or int(tokens.index.tokens.max()) + 1
         vocab_size = section.vocab_size or -(-known // 64) * 64
         model = GPT(
@@ -129,8 +136,8 @@ class Trainer:
     def _build_scaling(self) -> ElasticScalingManager:
         section, training = self.config.scaling, self.config.training
         lr_config = ScalingConfig(
-            base_lr=training.lr,
-            base_batch_size=training.batch_size,
+            base_lr=section.base_lr or training.lr,
+            base_batch_size=section.base_batch_size or training.batch_size,
             base_world_size=section.base_world_size,
             scaling_rule=ScalingRule(section.scaling_rule),
             warmup_steps=section.warmup_steps,
@@ -143,20 +150,27 @@ class Trainer:
                 target_global_batch_size=section.target_global_batch_size,
                 local_batch_size=training.batch_size,
                 base_world_size=section.base_world_size,
+                rounding_mode=RoundingMode(section.rounding_mode or RoundingMode.CEIL),
             )
         manager = ElasticScalingManager(lr_config, accumulation, self.optimizer, section.strategy)  # type: ignore[arg-type]
-        if self.readers != section.base_world_size:
-            manager.on_topology_change(self.readers)
+        self._follow_world(manager)
         return manager
 
+    def _follow_world(self, manager: ElasticScalingManager) -> None:
+        batch_size = self.config.training.batch_size
+        if (manager.world_size, manager.lr.batch_size) != (self.readers, batch_size):
+            manager.on_topology_change(self.readers, batch_size)
+
     def _build_loader(self, tokens: ResumableDataset) -> ElasticLoader:
-        training, data = self.config.training, self.config.data
-        constant = self.config.scaling.strategy == "constant_batch"
+        training, data, scaling = self.config.training, self.config.data, self.config.scaling
+        constant = scaling.strategy == "constant_batch"
+        exact = constant and scaling.rounding_mode is None
+        batch_size = training.batch_size * (self.scaling.accumulation_steps if constant else 1)
         dataset = SequenceDataset(tokens.reader)
         sampler = ElasticSampler(
             len(dataset),
-            global_batch_size=self.config.scaling.target_global_batch_size if constant else None,
-            batch_size=None if constant else training.batch_size,
+            global_batch_size=scaling.target_global_batch_size if exact else None,
+            batch_size=None if exact else batch_size,
             micro_batch_size=training.batch_size if constant else None,
             shuffle=data.shuffle,
             seed=data.seed,
@@ -174,9 +188,13 @@ class Trainer:
 
     def _build_job(self, tracer: Tracer) -> ElasticJob:
         saving, elastic = self.config.checkpoint, self.config.elastic
-        destinations = [saving.nvme_path] if saving.nvme_path else []
+        destinations: list[Destination] = [saving.nvme_path] if saving.nvme_path else []
         if saving.s3_bucket:
-            destinations.append(f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/"))
+            url = f"s3://{saving.s3_bucket}/{saving.s3_prefix}".rstrip("/")
+            region = saving.s3_region
+            destinations.append(
+                open_deferred(lambda: open_store(url, region=region), url=url) if region else url
+            )
         return ElasticJob(
             model=self.wrapped,
             optimizer=self.optimizer,
@@ -198,7 +216,9 @@ class Trainer:
             options=ElasticOptions(
                 save_every=saving.checkpoint_interval,
                 snapshot_every=saving.memory_snapshot_interval,
+                snapshot_count=saving.max_snapshots,
                 keep_count=saving.keep_last_n,
+                wait_for_saves=not saving.async_save,
                 on_error=saving.async_save_policy,  # type: ignore[arg-type]
                 retries=saving.async_save_retries,
                 retry_delay_s=saving.async_save_retry_delay,
@@ -287,8 +307,7 @@ class Trainer:
     # --- recovery and reporting -----------------------------------------------------------------------------
 
     def _on_restored(self, state: Mapping[str, Any]) -> None:
-        if self.scaling.world_size != self.readers:
-            self.scaling.on_topology_change(self.readers)
+        self._follow_world(self.scaling)
 
     def _check_recovered(self) -> None:
         """After a restart there must be a state, if one was ever saved."""
@@ -336,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = setup_distributed_environment(config.training.backend)  # type: ignore[arg-type]
         tracer.mark("joined")
         if world.is_main:
-            for warning in warnings:
+            for warning in [*warnings, *_other_launch(config, world)]:
                 log.warning("configuration: %s", warning)
         try:
             _check_world(config, world, tracer)
@@ -360,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _log_to_stderr() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")))
-    logging.basicConfig(level=os.environ.get("LOGLEVEL", "INFO").upper(), handlers=[handler])
+    logging.basicConfig(level=level(logging.INFO), handlers=[handler])
 
 
 def _check_world(config: TrainConfig, world: WorldInfo, tracer: Tracer) -> None:
@@ -368,6 +387,16 @@ def _check_world(config: TrainConfig, world: WorldInfo, tracer: Tracer) -> None:
     ensure_enough_nodes(world, min_nodes=config.elastic.min_nodes, previous_world_size=before)
     if config.parallel is not None:
         sizes(config.parallel, world.world_size)
+
+
+def _other_launch(config: TrainConfig, world: WorldInfo) -> Iterator[str]:
+    """How many workers there are is said to the launcher; a configuration that says something else changes nothing."""
+    wanted = config.elastic.nproc_per_node
+    if isinstance(wanted, int) and wanted != world.local_world_size:
+        yield (
+            f"elastic.nproc_per_node: this machine has {world.local_world_size} of {wanted} workers; "
+            f"their number is given to what starts them: strata torchrun --nproc-per-node={wanted}"
+        )
 
 
 def _complain(error: StrataError) -> None:
@@ -393,8 +422,17 @@ def _open_tokens(config: TrainConfig) -> ResumableDataset:
 
 
 def _device(config: TrainConfig, world: WorldInfo) -> torch.device:
-    wanted = config.training.device
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.device_count() >= world.local_world_size):
+    wanted, gpus = config.training.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and world.local_rank >= gpus:
+        raise ConfigurationError(
+            f"device is cuda, and local rank {world.local_rank} has no GPU: this machine has {gpus}",
+            section="training",
+            suggestions=(
+                "See what the driver finds: nvidia-smi",
+                "Start fewer workers per node (--nproc-per-node), or write training.device: cpu",
+            ),
+        )
+    if wanted == "cuda" or (wanted == "auto" and gpus >= world.local_world_size):
         return torch.device("cuda", world.local_rank)
     return torch.device("cpu")
 

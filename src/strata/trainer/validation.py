@@ -1,21 +1,35 @@
 """Everything that is wrong with a configuration, found at once and before anything starts.
 
 Errors are settings that cannot work; warnings are settings that work but probably not as meant, among them
-unknown keys, with the nearest known one. Each names its key path. Nothing is changed, nothing is contacted
-unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows, as JSON Schema, and of
+unknown keys, with the nearest known one, and those that somebody other than the trainer reads. Each names its key path.
+Nothing is changed, nothing is contacted unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows, as JSON Schema, and of
 what other programs call them; `strata.validation` compares, the texts users know are here, and so are the rules between keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from strata.errors import StrataError
 from strata.rendezvous import RENDEZVOUS_BACKENDS
 from strata.trainer.errors import ConfigurationError
-from strata.trainer.scaling import ROUNDING_MODES, STRATEGIES, ScalingRule, unknown_strategy
+from strata.trainer.scaling import (
+    ROUNDING_MODES,
+    STRATEGIES,
+    GradAccumulationConfig,
+    ScalingRule,
+    accumulation_steps,
+    unknown_strategy,
+)
 from strata.validation import Schema, Violation, closest, violations
+from strata.worker.address import coordinator_address
+
+if TYPE_CHECKING:
+    from strata.data.tokens.index import TokenIndex
 
 
 class Finding(str):
@@ -36,7 +50,7 @@ class Finding(str):
 class ValidationResult:
     """`valid` means no errors; warnings do not count."""
 
-    valid: bool
+    valid: bool = True
     errors: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
@@ -84,6 +98,15 @@ NAMES: Schema = {
     "type": ["string", "array"],
     "pattern": r"\S",
     "items": {"type": "string"},
+}
+SEED: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
+"""What torch takes."""
+BETAS: Schema = {
+    "title": "two numbers, each at least 0 and below 1",
+    "type": "array",
+    "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    "minItems": 2,
+    "maxItems": 2,
 }
 
 Kind = Literal["int", "number", "str", "bool", "list", "names", "mapping", "int_or_str"]
@@ -134,10 +157,10 @@ SECTIONS: dict[str, dict[str, Schema]] = {
         "epochs": POSITIVE_INT,
         "max_norm": _or_null(POSITIVE),
         "weight_decay": NOT_NEGATIVE,
-        "betas": {"type": "array"},
+        "betas": BETAS,
         "warmup_steps": NOT_NEGATIVE_INT,
         "min_lr_ratio": FRACTION,
-        "seed": INTEGER,
+        "seed": SEED,
         "precision": _one_of("fp32", "bf16"),
         "device": _one_of("auto", "cpu", "cuda"),
         "backend": _one_of("auto", "gloo", "nccl"),
@@ -246,11 +269,13 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "num_layers": "n_layer",
         "num_hidden_layers": "n_layer",
         "depth": "n_layer",
+        "nhead": "n_head",
         "num_heads": "n_head",
         "num_attention_heads": "n_head",
         "block_size": "seq_length",
         "context_length": "seq_length",
         "max_seq_len": "seq_length",
+        "max_seq_length": "seq_length",
         "max_position_embeddings": "seq_length",
         "vocabulary_size": "vocab_size",
         "activation_checkpointing": "gradient_checkpointing",
@@ -260,6 +285,8 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "gradient_clip": "max_norm",
         "clip_grad_norm": "max_norm",
         "max_grad_norm": "max_norm",
+        "gradient_clipping": "max_norm",
+        "grad_clipping": "max_norm",
         "steps": "max_steps",
         "total_steps": "max_steps",
         "num_steps": "max_steps",
@@ -310,6 +337,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "rounding": "rounding_mode",
     },
     "elastic": {
+        "base_world_size": "scaling.base_world_size",
         "nproc": "nproc_per_node",
         "gpus_per_node": "nproc_per_node",
         "backend": "rdzv_backend",
@@ -335,14 +363,44 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
     },
     "chaos": {"kill_interval": "interval", "rto": "rto_threshold", "report": "output"},
 }
-"""What people write from habit, by section (sections themselves under ""), where spelling alone does not show it."""
+"""What people write from habit, by section (sections themselves under ""), where spelling alone does not show it. A key of
+another section is written with it."""
+
+ALIASES = (
+    ("training.learning_rate", "training.lr"),
+    ("training.learning_rate", "scaling.base_lr"),
+    ("training.lr", "scaling.base_lr"),
+    ("data.data_files", "data.files"),
+    ("data.seq_length", "model.seq_length"),
+)
+"""Keys that stand for others, and count where those are not given."""
+
+_LAUNCHER = "the trainer does not read it; give it to what starts the workers: strata torchrun "
+ELSEWHERE = {
+    "elastic.max_restarts": _LAUNCHER + "--max-restarts={}",
+    "elastic.rdzv_backend": _LAUNCHER + "--rdzv-backend={}",
+    "elastic.rdzv_endpoint": _LAUNCHER + "--rdzv-endpoint={}",
+    "elastic.rdzv_id": _LAUNCHER + "--rdzv-id={}",
+    "elastic.rdzv_conf": _LAUNCHER + "--rdzv-conf=KEY=VALUE",
+    "elastic.heartbeat_interval": "the trainer does not read it; the coordinator does: STRATA_HEARTBEAT_INTERVAL={} strata serve",
+    "elastic.heartbeat_timeout": "the trainer does not read it; the coordinator does: strata serve --heartbeat-timeout={}",
+    "model.name": "it changes nothing: the trainer's model is a GPT, whatever its name",
+}
+"""Keys that a configuration may have for other programs, and who reads them."""
 
 
 def validate_config(config: Mapping[str, Any], validate_s3: bool = False) -> ValidationResult:
     """Check a whole configuration. `validate_s3` also checks access to the bucket, with the credentials of this process."""
     check = _Check(config)
     check.sections()
-    for across_keys in (_check_elastic, _check_scaling, _check_checkpoint, _check_model, _check_parallel):
+    for across_keys in (
+        _check_aliases,
+        _check_elastic,
+        _check_scaling,
+        _check_checkpoint,
+        _check_model,
+        _check_parallel,
+    ):
         across_keys(check)
     bucket = check.value_of("checkpoint.s3_bucket")
     if validate_s3 and isinstance(bucket, str) and check.fine("checkpoint.s3_bucket"):
@@ -359,19 +417,30 @@ def validate_training_config(config: Mapping[str, Any], validate_s3: bool = Fals
         check.error("data.files", "files must name the training data")
     if check.value_of("training.max_steps") is None and check.value_of("training.epochs") is None:
         check.error("training.max_steps", "max_steps or epochs must be set")
+    for path, who in ELSEWHERE.items():
+        if (value := check.value_of(path)) is not None:
+            check.warn(path, who.format(value))
+    chaos = check.value_of("chaos")
+    if isinstance(chaos, Mapping) and chaos and chaos.get("enabled", True):
+        check.warn("chaos", "the trainer does not read it; faults are injected by: strata chaos")
     known = {error.path for error in result.errors}
     errors = result.errors + [error for error in check.errors if error.path not in known]
-    return ValidationResult(valid=not errors, errors=errors, warnings=result.warnings)
+    return ValidationResult(valid=not errors, errors=errors, warnings=result.warnings + check.warnings)
 
 
 def validate_elastic_config(config: Mapping[str, Any]) -> ValidationResult:
-    """Check the `elastic` section alone: of a whole configuration, or given by itself."""
-    elastic: object = config
-    if isinstance(elastic, Mapping) and not SECTIONS.keys().isdisjoint(elastic):
-        elastic = elastic.get("elastic")
-    check = _Check({"elastic": elastic})
+    """Check what makes a training elastic: of a whole configuration its sections `elastic`, `checkpoint`, `scaling` and
+    `training`; or the settings of the `elastic` section, given by themselves."""
+    given: object = config
+    if isinstance(given, Mapping) and not SECTIONS.keys().isdisjoint(given):
+        sections = ("elastic", "checkpoint", "scaling", "training")
+        given = {name: given[name] for name in sections if name in given}
+    elif given is not None:
+        given = {"elastic": given}
+    check = _Check(given)
     check.sections()
-    _check_elastic(check)
+    for across_keys in (_check_aliases, _check_elastic, _check_scaling, _check_checkpoint):
+        across_keys(check)
     return check.result()
 
 
@@ -380,8 +449,82 @@ def validate_s3_access(bucket: str, region: str | None = None) -> ValidationResu
     from strata.diagnostics import probe_s3
 
     path = "checkpoint.s3_bucket"
-    failures = [Finding(path, failure) for failure in probe_s3(bucket, region=region)]
+    # Where nothing is allowed, it is so for one reason.
+    failures = [Finding(path, failure) for failure in dict.fromkeys(probe_s3(bucket, region=region))]
     return ValidationResult(valid=not failures, errors=failures)
+
+
+def validate_index(config: Mapping[str, Any]) -> ValidationResult:
+    """What the token index says against a configuration, where this machine has it. Training may have it elsewhere, so that
+    it is not here is no finding; whether it fits its sources is left to the trainer."""
+    from strata.data.tokens.building.tokenizers import BYTES_NAME
+    from strata.data.tokens.errors import TokenDataError
+    from strata.data.tokens.index import TokenIndex
+
+    check = _Check(config)
+    files = check.value_of("data.files") or check.value_of("data.data_files")
+    first = files if isinstance(files, str) else next(iter(files or ()), None)
+    path = check.value_of("data.index_file") or (first and Path(str(first)).with_suffix(".index"))
+    if not isinstance(path, str | Path) or not os.path.exists(path):
+        return check.result()
+    try:
+        index = TokenIndex(path)
+        meta = index.meta
+    except TokenDataError as error:
+        check.error("data.index_file", str(error))
+        return check.result()
+    text_key = check.value_of("data.text_key") or "text"
+    if text_key != meta.text_key:
+        check.error("data.text_key", f"the index holds the texts under {meta.text_key!r}, not {text_key!r}")
+    try:
+        other = other_tokenizer(index, str(check.value_of("data.tokenizer") or BYTES_NAME))
+    except StrataError as error:  # Its file, or the library for it, may be where training is.
+        other = OtherTokenizer(f"could not be compared: {error}")
+    if other.is_certain:
+        check.error("data.tokenizer", f"the index {other.reason}")
+    elif other.reason:
+        check.warn("data.tokenizer", f"the index {other.reason}; whether it fits is not known here")
+    vocab_size = check.value_of("model.vocab_size")
+    if isinstance(vocab_size, int) and (problem := vocabulary_problem(index, vocab_size)):
+        check.error("model.vocab_size", problem)
+    return check.result()
+
+
+class OtherTokenizer(NamedTuple):
+    """Why a tokenizer is not, or may not be, the one of an index."""
+
+    reason: str = ""
+    is_certain: bool = False
+
+
+def other_tokenizer(index: TokenIndex, tokenizer: str) -> OtherTokenizer:
+    """Without downloading any: what has another name may behave alike, unless one of the two is the built-in one."""
+    from strata.data.tokens.building.tokenizers import BYTES_NAME, load_tokenizer
+    from strata.data.tokens.errors import StaleIndex
+    from strata.data.tokens.freshness import check_tokenizer
+
+    meta = index.meta
+    reason = f"was tokenized with {meta.tokenizer}, not with {tokenizer}"
+    if tokenizer == BYTES_NAME or os.path.exists(tokenizer):
+        try:
+            check_tokenizer(index, load_tokenizer(tokenizer), ())
+        except StaleIndex:
+            return OtherTokenizer(reason, is_certain=True)
+        return OtherTokenizer()
+    if not meta.tokenizer_named or meta.tokenizer == tokenizer:
+        return OtherTokenizer()
+    return OtherTokenizer(reason, is_certain=meta.tokenizer == BYTES_NAME)
+
+
+def vocabulary_problem(index: TokenIndex, vocab_size: int | None) -> str:
+    """Why a model with this vocabulary cannot train on an index."""
+    known = index.meta.vocab_size
+    if vocab_size is None or (known is not None and vocab_size >= known):
+        return ""
+    largest = int(index.tokens.max())
+    if largest < vocab_size:
+        return ""
+    return f"vocab_size ({vocab_size}) is too small for '{index.path}', which has tokens up to {largest}"
 
 
 class _Check:
@@ -500,6 +643,8 @@ def key_problem(section: str, name: str, violation: Violation) -> str:
             return f"{name} ({value}) must be at least {limit:g}"
         case "maximum":
             return f"{name} ({value}) cannot exceed {limit:g}"
+        case "minItems" | "maxItems":
+            return _mistyped(name, violation.schema, value)
     raise AssertionError(violation)
 
 
@@ -523,7 +668,25 @@ def _mistyped(name: str, schema: Schema, value: Any) -> str:
     return f"{name} must be {wanted}, not {_type_name(value)} ({value!r})"
 
 
+def _check_aliases(check: _Check) -> None:
+    for path, instead in ALIASES:
+        value, counts = check.value_of(path), check.value_of(instead)
+        if (
+            None in (value, counts)
+            or value == counts
+            or any(str(each).startswith("${") for each in (value, counts))
+        ):
+            continue
+        check.warn(path, f"it changes nothing ({value}), because {instead} ({counts}) is given too")
+
+
 def _check_elastic(check: _Check) -> None:
+    address = check.value_of("elastic.coordinator")
+    if isinstance(address, str) and check.fine("elastic.coordinator"):
+        try:
+            coordinator_address(address)
+        except ValueError as error:
+            check.error("elastic.coordinator", str(error))
     low, high = check.number("elastic.min_nodes", 1), check.number("elastic.max_nodes", 4)
     if low is not None and high is not None and low > high:
         check.error("elastic.min_nodes", f"min_nodes ({low}) cannot exceed max_nodes ({high})")
@@ -578,8 +741,16 @@ def _check_scaling(check: _Check) -> None:
             check.warn(
                 "scaling.target_global_batch_size",
                 f"target_global_batch_size ({target}) is not a multiple of batch_size x base_world_size ({at_once}): "
-                f"each step will take {-(-target // at_once) * at_once} samples",
+                + _samples_per_step(check, int(target), int(at_once)),
             )
+
+
+def _samples_per_step(check: _Check, target: int, at_once: int) -> str:
+    mode = check.value_of("scaling.rounding_mode")
+    if mode is None or not check.fine("scaling.rounding_mode"):
+        return "the last micro-batches of each step are smaller"
+    config = GradAccumulationConfig(target, at_once, base_world_size=1, rounding_mode=mode)
+    return f"each step will take {at_once * accumulation_steps(config, 1)} samples"
 
 
 def _check_checkpoint(check: _Check) -> None:
@@ -606,6 +777,12 @@ def _check_model(check: _Check) -> None:
 
 
 def _check_parallel(check: _Check) -> None:
+    if check.value_of("parallel") is not None and check.number("checkpoint.max_snapshots") == 1:
+        check.error(
+            "checkpoint.max_snapshots",
+            "max_snapshots (1) must be at least 2 where the model is spread over workers: the last complete snapshot stays "
+            "until there is another",
+        )
     tp, heads = check.number("parallel.tp", 1), check.number("model.n_head", 4)
     if tp is not None and heads is not None and heads % tp:
         check.error(
@@ -645,12 +822,14 @@ def _number(text: str) -> float | None:
 def _unknown(section: object, key: object = None) -> str:
     """A section, or a key in one, that does not exist, with the one that was probably meant."""
     if key is None:
-        return "unknown section" + _nearest(section, SECTIONS, OTHER_NAMES[""])
+        return "unknown section" + nearest(section, SECTIONS, OTHER_NAMES[""])
     name = str(section)
-    return "unknown key, it changes nothing" + _nearest(key, SECTIONS[name], OTHER_NAMES[name])
+    return "unknown key, it changes nothing" + nearest(key, SECTIONS[name], OTHER_NAMES[name])
 
 
-def _nearest(name: object, known: Mapping[str, Any], other_names: Mapping[str, str]) -> str:
+def nearest(name: object, known: Collection[str], other_names: Mapping[str, str] | None = None) -> str:
+    """How a sentence about an unknown name ends."""
+    other_names = other_names or {}
     lowered = str(name).lower().replace("-", "_")
     meant = other_names.get(lowered) or closest(lowered, known)
     return f" (did you mean '{meant}'?)" if meant else f"; known are {', '.join(known)}"

@@ -172,8 +172,12 @@ class ElasticOptions:
     """Steps between durable checkpoints; the final state is always saved."""
     snapshot_every: int = 50
     """Steps between snapshots in shared memory, which is the most work a crash loses. 0 makes no snapshots."""
+    snapshot_count: int = 2
+    """Number of snapshots to keep in memory. With one, there is none while the next is made; a sharded state needs two."""
     keep_count: int = 3
     """Number of durable checkpoints to keep."""
+    wait_for_saves: bool = False
+    """Continue only when each save is complete at every destination."""
     snapshot_limit_bytes: int | None = None
     """A state larger than this makes no snapshots between its durable checkpoints; for a sharded state, the largest part of
     a rank counts."""
@@ -214,6 +218,7 @@ class ElasticOptions:
         for name, least in (
             ("save_every", 1),
             ("snapshot_every", 0),
+            ("snapshot_count", 1),
             ("keep_count", 1),
             ("compare_every", 0),
         ):
@@ -797,6 +802,7 @@ class ElasticJob:
             options.keep_count,
             memory=Memory(
                 job=self._images_name,
+                images=options.snapshot_count,
                 root=options.memory_root,
                 launch=self._launch,
                 record=self._upload_record(opened),
@@ -1366,6 +1372,8 @@ class ElasticJob:
         self._compare_replicas(is_saving=due is not None)
         if due is not None:
             self._save(durable=due == "durable")
+            if self.options.wait_for_saves:
+                self._await_save()
         self._account.enter("waiting")
         self._step_began_s = time.monotonic()
 
@@ -1658,6 +1666,17 @@ class ElasticJob:
         if not handle.future.cancelled() and handle.exception() is None:
             self._durable_s = time.monotonic() - began_s
             self._durable_step = max(self._durable_step, handle.step)
+
+    def _await_save(self) -> None:
+        """Return when the newest save has ended on every rank, well or not, or one is asked to stop."""
+        if self._watchdog is not None:
+            self._watchdog.suspend()  # A slow destination is no hang.
+        assert self._preemption is not None
+        while True:
+            has_ended = self._newest_save is None or self._newest_save.wait(AWAIT_S)
+            everyone = gather((has_ended, self._preemption.requested))
+            if all(ended for ended, _ in everyone) or any(asked for _, asked in everyone):
+                return
 
     def _carry_out(self, save: Save, rng_states: Mapping[str, Any]) -> None:
         checkpoint_id = save.placement.checkpoint_id

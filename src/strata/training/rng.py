@@ -9,6 +9,7 @@ moved by its own number, so that no two ranks ever draw the same values.
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import struct
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+
+log = logging.getLogger("strata.training")
 
 _PYTHON = struct.Struct("<q625IBd")
 """Version, state, whether a normally distributed value waits, and that value."""
@@ -43,7 +46,7 @@ def restore(states: Mapping[str, Any], rank: int) -> None:
     """Put the generators of `rank` back, from the states of all ranks (by rank number as text)."""
     state = states.get(str(rank))
     if state is None:
-        if "0" in states:
+        if states.get("0") is not None:
             restore(states, 0)
             seed = int(torch.randint(2**62, (1,)).item()) + rank
             torch.manual_seed(seed)
@@ -51,9 +54,18 @@ def restore(states: Mapping[str, Any], rank: int) -> None:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed % 2**32)
         return
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    missing = [name for name in ("torch", "python") if name not in state]
+    if missing:
+        log.warning(
+            "the saved generators of rank %d are without %s: that continues as it is",
+            rank,
+            ", ".join(missing),
+        )
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:

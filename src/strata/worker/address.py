@@ -37,7 +37,7 @@ def _address(text: str) -> str:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"'{text}' is not a coordinator address: {error}; write host:port") from None
-    if parts.scheme not in ("", "http", "grpc", "https") or not host:
+    if parts.scheme not in ("", "http", "grpc", "https") or not host or any(map(str.isspace, host)):
         raise ValueError(f"'{text}' is not a coordinator address; write host:port or http://host:port")
     return f"{f'[{host}]' if ':' in host else host}:{port or DEFAULT_PORT}"
 

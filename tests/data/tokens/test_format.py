@@ -108,7 +108,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None
 
 
 def test_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidIndex, match="folder"):
+    with pytest.raises(InvalidIndex, match=f"{tmp_path} is a folder, not a token index"):
         TokenIndex(tmp_path)
 
 

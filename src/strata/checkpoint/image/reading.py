@@ -157,9 +157,10 @@ def open_tensors(
         is_mappable = zipfile.is_zipfile(path)  # Files of old versions of torch are not.
         return torch.load(path, map_location="cpu", weights_only=not trusted_source, mmap=is_mappable)
     except Exception as error:  # A file made to do harm can make the unpickler fail in any way.
-        refused = re.search(r"(Unsupported|Trying to|Can only)[^.]*", str(error))
-        why = refused[0] if refused else str(error).partition("\n")[0]
+        # Of torch's advice the one sentence about this file; names in it have full stops too.
+        refused = re.search(r"(Unsupported|Trying to|Can only).*", str(error))
+        why = refused[0].partition(". ")[0] if refused else str(error).partition("\n")[0]
         raise LoadFailed(
-            f"'{name}' could not be opened safely: {why}.",
+            f"'{name}' could not be opened safely: {why.rstrip('.')}.",
             hint="If it is your own and holds more than tensors, load it with trusted_source=True.",
         ) from error

@@ -152,7 +152,7 @@ def load_object(raw: bytes, *, name: str) -> Any:
     except Exception as error:  # What is no such object fails in any way it likes.
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise LoadFailed(
-            f"'{name}' could not be opened safely: {reason}",
+            f"'{name}' could not be opened safely: {reason.rstrip('.')}.",
             hint="If the checkpoint is your own and holds more than tensors, load it with trusted_source=True.",
         ) from None
 

@@ -64,12 +64,15 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
     """Syntax first; only a file that can be read as YAML is looked at as a configuration."""
     import yaml
 
-    from strata.trainer.validation import validate_training_config
+    from strata.trainer.validation import validate_index, validate_training_config
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         yield explain_syntax(text, error)
+        return
+    except RecursionError:
+        yield Problem(severity="error", line=0, path="", message="The file is nested too deeply")
         return
     except yaml.YAMLError as error:
         yield Problem(severity="error", line=0, path="", message=f"This is not YAML: {error}")
@@ -98,11 +101,18 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
         return
     try:
         settings = _settings(text, overrides)
+    except yaml.MarkedYAMLError as error:
+        yield explain_syntax(text, error)
+        return
     except StrataError as error:
         yield Problem(severity="error", line=0, path="", message=error.message, hint=error.hint)
         return
     result = validate_training_config(settings, validate_s3=try_s3)
-    for severity, findings in (("error", result.errors), ("warning", result.warnings)):
+    errors, warnings = result.errors, result.warnings
+    if result.valid:
+        index = validate_index(settings)
+        errors, warnings = index.errors, warnings + index.warnings
+    for severity, findings in (("error", errors), ("warning", warnings)):
         for finding in findings:
             yield Problem(
                 severity=severity,  # type: ignore[arg-type]
@@ -113,6 +123,14 @@ def find_problems(text: str, overrides: list[str], *, try_s3: bool = False) -> I
             )
     for sentence in unread():
         yield Problem(severity="warning", line=0, path="", message=sentence)
+
+
+_HINTS = {
+    "constructor for the tag": "Tags (!name) are not understood here. Write the value without one.",
+    "recursive": "A list or section cannot contain itself (*name inside &name).",
+    "unhashable key": "A key must be a name: section.key: value.",
+    "for merging": "`<<:` takes a section from elsewhere in the file: <<: *name",
+}
 
 
 def explain_syntax(text: str, error: Any) -> Problem:
@@ -131,6 +149,8 @@ def explain_syntax(text: str, error: Any) -> Problem:
         number -= 1
     elif "mapping values are not allowed" in (error.problem or ""):
         hint = "A value that contains ': ' needs quotes, for example rdzv_id: \"my-job: 123\"; or the indentation is off."
+    elif known := next((hint for words, hint in _HINTS.items() if words in f"{error.problem} {error}"), ""):
+        hint = known
     elif "end of stream" in (error.problem or "") or "flow" in (error.context or ""):
         hint = "A quote, [ or { that was opened before this line is never closed."
     else:
@@ -170,16 +190,22 @@ def _settings(text: str, overrides: list[str]) -> Any:
         return OmegaConf.to_container(loaded, resolve=True)
     except OmegaConfBaseException as error:
         raise StrataError(str(error).splitlines()[0], hint="Check the ${...} parts of the file.") from None
+    except (ValueError, TypeError, AssertionError, RecursionError) as error:
+        raise StrataError(
+            f"The file cannot be read as settings: {str(error) or type(error).__name__}"
+        ) from None
 
 
-def _walk(node: Any, path: str, lines: dict[str, int]) -> Iterator[Problem]:
+def _walk(node: Any, path: str, lines: dict[str, int], above: tuple[Any, ...] = ()) -> Iterator[Problem]:
     """Note where each key stands; a key that stands twice is a mistake that YAML readers hide."""
     import yaml
 
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode) or any(node is each for each in above):
         return
     seen: dict[str, int] = {}
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
         line = key.start_mark.line + 1
         name = str(key.value)
         here = f"{path}.{name}" if path else name
@@ -192,7 +218,7 @@ def _walk(node: Any, path: str, lines: dict[str, int]) -> Iterator[Problem]:
                 hint="Keep one of them.",
             )
         seen[name] = lines[here] = line
-        yield from _walk(value, here, lines)
+        yield from _walk(value, here, lines, (*above, node))
 
 
 def _missing_space(settings: Any, path: str) -> str:

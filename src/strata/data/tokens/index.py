@@ -100,7 +100,10 @@ class TokenIndex:
         except FileNotFoundError:
             raise IndexNotFound(self.path) from None
         except IsADirectoryError:
-            raise InvalidIndex("is a folder, not a token index.") from None
+            raise InvalidIndex(
+                f"{self.path} is a folder, not a token index.",
+                hint="Name the file that `strata index` has written.",
+            ) from None
         except InvalidIndex as error:
             raise InvalidIndex(f"{self.path}: {error.message}", hint=error.hint) from None
         # Sequences are read in shuffled order: reading ahead would fetch what nobody asked for.

@@ -33,7 +33,7 @@ def test_an_earlier_name_is_the_one_of_today(name: str) -> None:
     assert look_up(name) is look_up(TODAY[name])
 
 
-def test_a_checkpoint_still_has_its_lasting_parent() -> None:
+def test_a_checkpoint_keeps_the_earlier_name_of_its_durable_parent() -> None:
     info = CheckpointInfo(
         checkpoint_id=CheckpointId("b"),
         step=2,

@@ -187,7 +187,7 @@ def test_every_type_of_number_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert_same(loaded, state)
 
 
-def test_a_tensor_of_many_chunks_is_loaded_whole_by_rows_and_by_columns(tmp_path: Path) -> None:
+def test_a_tensor_of_many_chunks_is_loaded_at_once_by_rows_and_by_columns(tmp_path: Path) -> None:
     state = {"large": torch.arange(3 << 22, dtype=torch.float64).reshape(-1, 8), "small": torch.ones(3)}
     save(tmp_path, state)
     assert len(only_manifest(tmp_path).parts[0].digest.chunks) == 385

@@ -113,7 +113,7 @@ def test_the_next_step_is_said_in_words_of_the_command_line(command: tuple[str, 
     assert ran.code == 0, ran.err
 
 
-def test_what_verify_is_told_to_skip_is_not_damage(tmp_path: Path) -> None:
+def test_what_verify_was_asked_to_skip_is_not_damage(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(lines(ROWS[:1]) + b"{no json\n" + lines(ROWS[1:2]))
     ran = strata("data", "verify", str(bad))

@@ -101,7 +101,7 @@ def test_every_class_has_a_rule_and_a_next_step() -> None:
         (1, [Failure(rank=0, left="training ended"), Failure(rank=1, lost="silent", at_s=5.0)]),
     ],
 )  # fmt: skip
-def test_who_only_lost_a_peer_or_was_told_to_leave_never_failed_first(
+def test_who_only_lost_a_peer_or_was_asked_to_leave_never_failed_first(
     first: int, failures: list[Failure]
 ) -> None:
     for order in (failures, failures[::-1]):

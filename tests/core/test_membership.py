@@ -329,7 +329,7 @@ def test_a_registration_for_the_job_before_does_not_move_a_worker_back(fleet: Fl
     assert fleet.cluster.membership.members[A].spec.job_id == "three"
 
 
-def test_of_only_so_many_who_are_gone_the_registrations_are_known(
+def test_registrations_of_a_limited_number_of_departed_workers_are_known(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "DEPARTED_KEPT", 2)

@@ -26,7 +26,7 @@ def plan(*changes: Request) -> MixturePlan:
     )
 
 
-def test_a_step_that_has_not_begun_can_be_changed() -> None:
+def test_a_step_that_has_not_started_can_be_changed() -> None:
     board, request = BOARD.asked({"a": 0.25}, 10)
     decided = decide(board.requests, plan(), next_step=10)
     assert decided.changes == (request.change,)
@@ -34,7 +34,7 @@ def test_a_step_that_has_not_begun_can_be_changed() -> None:
     assert not unsettled(board.decided(decided.requests).requests, plan(request))
 
 
-def test_a_step_that_has_begun_is_refused_with_the_first_possible_one() -> None:
+def test_a_step_that_has_started_is_refused_with_the_first_possible_one() -> None:
     board, _ = BOARD.asked({"a": 0.25}, 9)
     decided = decide(board.requests, plan(), next_step=10, lead=3)
     assert not decided.changes

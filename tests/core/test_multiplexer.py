@@ -59,7 +59,7 @@ def beat(mux: Multiplexer, connection: int, now_s: float, report: object = "well
     return mux.handle(WorkerBeat(connection=connection, report=report), now_s)
 
 
-def test_a_heartbeat_leaves_when_all_were_heard_with_what_is_new() -> None:
+def test_a_folded_heartbeat_is_sent_when_all_members_have_reported() -> None:
     mux = machine(2)
     assert beat(mux, 1, 1.0) == []
     assert beat(mux, 2, 1.5) == [Beats(members=(1, 2), reports=((1, "well"), (2, "well")))]
@@ -163,7 +163,7 @@ def test_who_drops_while_there_is_no_stream_is_not_attached_again() -> None:
     ]
 
 
-def test_each_worker_is_told_its_own_rank_order_and_answers() -> None:
+def test_each_worker_gets_its_own_rank_order_and_answers() -> None:
     mux = machine(2)
     arrive(mux, 1, 1.0)
     arrive(mux, 2, 1.0)

@@ -159,7 +159,7 @@ def test_a_generation_with_one_that_ended_while_all_met_is_over_at_once() -> Non
     assert regroup.decide(1.2) == Leave(workers=(0,), reason="worker 1 ended during the rendezvous")
 
 
-def test_without_a_job_nobody_says_when_training_has_begun_and_a_replacement_waits_a_moment_only() -> None:
+def test_without_a_job_no_first_step_is_reported_and_a_replacement_waits_only_for_a_grace() -> None:
     for has_job in (False, True):
         regroup = Regroup(2)
         for number in range(2):

@@ -117,7 +117,7 @@ def test_what_is_forgotten_together_waits_for_an_hour_of_it() -> None:
     assert [len(each.tasks) for each in clock.tick_on(31.05)] == [2]
 
 
-def test_checkpoints_that_are_gone_are_forgotten_and_those_that_exist_never() -> None:
+def test_removed_checkpoints_are_forgotten_and_those_that_exist_never() -> None:
     fleet = Fleet(
         Limits(
             membership=MembershipLimits(heartbeat_timeout_s=1e9),

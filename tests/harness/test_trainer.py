@@ -111,7 +111,7 @@ def test_cuda_without_a_gpu_is_refused(config: Path) -> None:
         trainer(config, "training.device=cuda")
 
 
-def test_what_the_launcher_was_to_be_told_is_named(config: Path) -> None:
+def test_what_the_launcher_was_not_given_is_named(config: Path) -> None:
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     done = subprocess.run(
         [

@@ -351,7 +351,7 @@ def test_what_waits_for_storage_is_bounded_and_what_is_lost_is_said(
     outbox.close()
 
 
-def test_retention_removes_the_oldest_and_a_reader_goes_on_behind_them(
+def test_retention_removes_the_oldest_and_a_reader_continues_after_them(
     tmp_path: Path, opens: Opens, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_S", -1.0)  # One segment for each upload.

@@ -67,7 +67,7 @@ class Recorded(SqliteJournal):
         return Noted(self)
 
 
-async def test_commits_go_on_between_the_pieces_of_a_snapshot(
+async def test_commits_continue_between_the_pieces_of_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each command is answered after at most one piece, and the snapshot is of the moment it was begun."""

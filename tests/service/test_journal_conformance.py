@@ -200,7 +200,7 @@ def test_sizes_are_those_of_what_is_kept_and_the_same_when_it_is_opened_again(ba
         assert journal.sizes().snapshot_bytes == after.snapshot_bytes
 
 
-def test_batches_and_snapshots_of_any_size_are_kept_whole(backend: Backend) -> None:
+def test_batches_and_snapshots_of_any_size_are_kept_complete(backend: Backend) -> None:
     large = [value(number, 256 * 1024) for number in range(20)]  # 5 MB in one batch
     with backend.opened() as journal:
         journal.append(large)
@@ -367,7 +367,7 @@ def test_records_that_a_snapshot_sums_up_are_cleared_and_so_is_the_snapshot_befo
     assert etcd_backend.loaded() == [value(5, 1_500_000)]
 
 
-def test_lease_that_is_gone_is_not_renewed(etcd_backend: EtcdBackend) -> None:
+def test_lease_that_is_lost_is_not_renewed(etcd_backend: EtcdBackend) -> None:
     with closing(EtcdJournal(etcd_backend.location, Space(Path("/tmp"), reserve_bytes=1))) as journal:
         granted = str(etcd_backend.client.post("lease/grant", {"TTL": "60"})["ID"])
         assert journal.log.renew(granted)

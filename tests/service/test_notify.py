@@ -198,7 +198,7 @@ def report(worker: TrainingOrchestrator, step: int, loss: float) -> None:
     worker.heartbeat(step, 0, state="training", metrics={"loss": loss})
 
 
-def test_a_loss_of_heartbeats_that_is_nan_is_told_everywhere_and_so_is_its_end(
+def test_a_loss_of_heartbeats_that_is_nan_is_notified_everywhere_and_so_is_its_end(
     coordinator: Coordinator, webhooks: Webhooks, mail_server: MailServer
 ) -> None:
     with (
@@ -231,7 +231,7 @@ def test_a_loss_of_heartbeats_that_is_nan_is_told_everywhere_and_so_is_its_end(
     assert 'strata_notifications_total{outcome="sent"}' in coordinator.call("GET", "/metrics")[1].decode()
 
 
-def test_a_logged_loss_that_is_infinite_is_told_with_its_step(
+def test_a_logged_loss_that_is_infinite_is_notified_with_its_step(
     coordinator: Coordinator, webhooks: Webhooks
 ) -> None:
     with TrainingOrchestrator(coordinator.address, job_id="logs") as worker:
@@ -263,7 +263,7 @@ def stop(coordinator: Coordinator, run: str, failure: Failure) -> None:
     client.close()
 
 
-def test_a_run_that_its_agent_stops_is_told_to_those_who_asked_for_it(
+def test_a_run_that_its_agent_stops_is_notified_to_those_who_asked_for_it(
     coordinator: Coordinator, webhooks: Webhooks
 ) -> None:
     stop(coordinator, "crash", Failure(rank=3, host="b", pid=812, at_s=time.time(), exit_code=-11))
@@ -312,7 +312,7 @@ def test_what_is_not_taken_is_sent_again_and_what_is_refused_is_not(
     )
 
 
-def test_a_restart_keeps_what_was_told_and_tells_nothing_twice(
+def test_a_restart_keeps_what_was_sent_and_sends_nothing_twice(
     coordinator: Coordinator, webhooks: Webhooks
 ) -> None:
     with TrainingOrchestrator(coordinator.address, job_id="kept") as worker:
@@ -364,7 +364,7 @@ def test_a_server_that_sends_elsewhere_is_not_followed(webhooks: Webhooks) -> No
     assert not sent.again
 
 
-def test_a_wrong_password_is_told_without_it(
+def test_a_wrong_password_is_reported_without_it(
     mail_server: MailServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))

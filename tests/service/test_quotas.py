@@ -29,7 +29,7 @@ def test_what_was_used_up_comes_back() -> None:
     assert calls.delay_s("flood", 10.0) == 0.0
 
 
-def test_connections_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "CLIENTS_REMEMBERED", 100)
     calls = CallQuotas()
     for number in range(1_000):

@@ -209,7 +209,7 @@ def test_a_full_history_is_downsampled_and_loses_no_extreme(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("small")
-def test_whole_runs_are_removed_last_and_the_silent_first(tmp_path: Path) -> None:
+def test_complete_runs_are_removed_last_and_the_silent_first(tmp_path: Path) -> None:
     history = RunHistory(tmp_path / "metrics.sqlite", limit_bytes=120_000)
     try:
         for number in range(60):

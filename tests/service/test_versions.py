@@ -129,7 +129,7 @@ def test_a_newer_client_of_the_present_version_may_say_more_than_is_known(shared
 
 
 @pytest.mark.parametrize("method", ["RegisterWorker", "Session", "NotInvented"])
-def test_a_client_of_another_version_is_told_which_is_served_and_what_to_do(
+def test_a_client_of_another_version_learns_which_is_served_and_what_to_do(
     shared: Coordinator, method: str
 ) -> None:
     with channel(shared.address) as opened:

@@ -236,7 +236,7 @@ def test_without_its_agent_a_snapshot_stays_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_agent_uploads_nothing_where_it_was_told_to_leave_at_once(tmp_path: Path) -> None:
+def test_agent_uploads_nothing_where_it_was_asked_to_leave_at_once(tmp_path: Path) -> None:
     place = str(tmp_path / "checkpoints")
     with agent(tmp_path / "one", "ddp", [place], STRATA_FINISH_SECONDS="0") as running:
         kill(running.await_standing([0, 1]))

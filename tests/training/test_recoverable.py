@@ -558,7 +558,7 @@ def test_asked_to_stop_a_recoverable_job_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("workers", "steps", "seed"), [(3, 5_000, 11), (8, 5_000, 12)])
-def test_hundred_kills_at_random_moments(tmp_path: Path, workers: int, steps: int, seed: int) -> None:
+def test_hundred_kills_at_random_times(tmp_path: Path, workers: int, steps: int, seed: int) -> None:
     with job(tmp_path / "killed", "ddp", workers=workers, steps=steps, STEP_S="0.02") as running:
         killed = kill_at_random(running, seed=seed, kills=100)
         assert running.process.wait(3000) == 0, running.output()

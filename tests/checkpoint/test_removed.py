@@ -1,12 +1,16 @@
-"""Who deletes a checkpoint's file wants training to go on from the one before."""
+"""Who deletes a checkpoint's file wants training to continue from the one before; what is removed goes entirely."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from strata.checkpoint import CheckpointManager, LoadFailed, Memory
+from strata.checkpoint.catalog.naming import step_stem
 from tests.checkpoint.states import assert_is_step, small_state
 
 
@@ -37,3 +41,36 @@ def test_a_copy_in_another_durable_tier_keeps_it_alive(tmp_path: Path, memory: M
         info = manager.save(small_state(1), step=1).result(30)
         Path(info.path).unlink()
         assert_is_step(manager.load(), 1)
+
+
+REMOVER = """
+import sys
+from strata.checkpoint import CheckpointManager, Memory
+from strata.checkpoint.catalog.naming import step_stem
+from strata.stores import open_store
+from strata.stores.faulty import Fault, FaultyStore, crash_by_signal
+from tests.checkpoint.states import small_state
+
+def choose(operation, _):
+    is_payload = operation.name == "delete" and operation.key == "checkpoint_step_00000001.pt"
+    return Fault.CRASH_BEFORE if is_payload else None
+
+store = FaultyStore(open_store(sys.argv[1]), choose=choose, crash=crash_by_signal)
+manager = CheckpointManager(store, keep_count=1, stem=step_stem, memory=Memory(job=sys.argv[2]))
+for step in (1, 2):
+    manager.save(small_state(step), step=step).result(60)
+manager.wait_pending(60)
+"""
+
+
+def test_what_a_process_was_killed_while_removing_is_removed_by_the_next(
+    folder: Path, memory: Memory
+) -> None:
+    """Named like the payload of a step, it would otherwise be taken for a file of another program."""
+    done = subprocess.run([sys.executable, "-c", REMOVER, str(folder), str(memory.job)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (folder / "checkpoint_step_00000001.pt").exists()
+    with CheckpointManager(folder, keep_count=1, stem=step_stem, memory=memory) as manager:
+        assert [info.step for info in manager.all_checkpoints() if "NVME" in info.tiers] == [2]
+        manager.save(small_state(3), step=3).result(60)
+    assert not list(folder.glob("checkpoint_step_00000001*"))

@@ -23,7 +23,7 @@ from strata.checkpoint import (
     MemoryLimitExceeded,
     SaveFailed,
 )
-from strata.checkpoint.copying.staging import Staging, find_snapshots, left_images
+from strata.checkpoint.copying.staging import ImageBuffer, Staging, find_snapshots, left_images
 from strata.checkpoint.image.layout import prepare
 from strata.processes import Process, this_process
 from strata.shared_memory import job_folder, remove_dead_jobs, remove_tree
@@ -203,6 +203,23 @@ def test_a_snapshot_that_somebody_has_deleted_does_not_count_as_the_one_that_is_
         buffer.begin()
         assert [snapshot.manifest.step for snapshot in find_snapshots(job)] == [1]
         images.release(buffer)
+
+
+def test_an_image_that_is_filled_again_while_it_is_looked_at_is_no_error(
+    job: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of another thread unmarks it between two reads of its mark."""
+
+    size_bytes = ImageBuffer.size_bytes.__get__
+
+    def unmarked_meanwhile(buffer: ImageBuffer) -> int:
+        buffer.marked = None
+        return int(size_bytes(buffer))
+
+    with CheckpointManager([], memory=memory) as manager:
+        manager.save(small_state(1), step=1).result(30)
+        monkeypatch.setattr(ImageBuffer, "size_bytes", property(unmarked_meanwhile))
+        manager.save(small_state(2), step=2).result(30)
 
 
 def test_a_state_larger_than_the_budget_is_refused_and_what_was_kept_stays(job: str) -> None:

@@ -401,7 +401,7 @@ def training(url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def steps_until(process: subprocess.Popen[str], last: int | None) -> dict[int, list[int]]:
-    """What was printed of each step; at step `last` the process is killed."""
+    """What was printed of each step; at step `last` the process is killed, and may have got further by then."""
     found: dict[int, list[int]] = {}
     assert process.stdout is not None
     for line in process.stdout:
@@ -410,8 +410,7 @@ def steps_until(process: subprocess.Popen[str], last: int | None) -> dict[int, l
         found[step] = ids
         if step == last:
             process.send_signal(signal.SIGKILL)
-            break
-    process.communicate(timeout=120)
+    process.wait(120)
     return found
 
 

@@ -116,7 +116,7 @@ def test_logs_and_metrics_survive_a_failover_to_another_disk_and_continue(pair: 
         after = [f"after {number}" for number in range(50)]
         wanted |= {step: 1.0 / (1 + step) for step in range(500, 700)}
         eventually(lambda: lines(new, "after") == after and losses(new) == wanted, within_s=SLOW_MACHINE_S)
-        eventually(lambda: new.get("/api/logs?q=which+led+before,+was+lost"), within_s=SLOW_MACHINE_S)
+        eventually(lambda: new.get("/api/logs?q=the+previous+leader+at"), within_s=SLOW_MACHINE_S)
         old.start()
         eventually(
             lambda: lines(old, "after") == after and losses(old) == wanted,

@@ -50,7 +50,7 @@ class IncidentReporter:
 
     def report(self, failures: Sequence[Failure], verdict: Verdict) -> None:
         first = first_failing(failures)
-        decided = "the run stops" if verdict.decision == "stop" else "its workers are restarted"
+        decided = "the run stops" if verdict.decision == "stop" else "the run recovers"
         if verdict.quarantine:
             decided = "this machine is quarantined and leaves the run"
         log.error(

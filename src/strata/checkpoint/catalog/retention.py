@@ -1,7 +1,12 @@
-"""Removing checkpoints from a store: the manifest first, so that a half-removed one is never found."""
+"""Removing checkpoints from a store: the manifest first, so that a half-removed one is never found.
+
+A payload whose name does not tell its writer is claimed before that: if the process ends in between, the payload would otherwise
+look like a file of another program, and stay.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection
@@ -10,12 +15,19 @@ from dataclasses import dataclass
 from strata.checkpoint.catalog import leases
 from strata.checkpoint.catalog.listing import Catalog, Entry, where
 from strata.checkpoint.catalog.manifest import CheckpointId, Manifest
-from strata.checkpoint.catalog.naming import NAMED, manifest_beside, manifest_key, writer_of
+from strata.checkpoint.catalog.naming import (
+    NAMED,
+    claim_key,
+    manifest_beside,
+    manifest_key,
+    new_id,
+    writer_of,
+)
 from strata.checkpoint.errors import CheckpointError, CheckpointNotFound, Damaged
 from strata.checkpoint.image.plain import SUFFIX, plain_files
 from strata.checkpoint.verify import verify_store
 from strata.core.jobs.lineage import removable
-from strata.stores.protocol import Store
+from strata.stores.protocol import Store, StoreError
 
 log = logging.getLogger("strata.checkpoint")
 
@@ -23,10 +35,19 @@ _FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
 
 
 def remove(catalog: Catalog, entry: Entry) -> None:
-    catalog.store.delete(entry.key)
+    store = catalog.store
+    stem = entry.key.removesuffix(manifest_key(""))
+    is_claimed = writer_of(stem) is None
+    if is_claimed:
+        # It may be claimed already, or there is no space for a claim: removing makes some.
+        with contextlib.suppress(StoreError):
+            store.put(claim_key(stem), new_id(entry.manifest.step).encode(), if_absent=True)
+    store.delete(entry.key)
     catalog.forget(entry)
     for part in entry.manifest.parts:
-        catalog.store.delete(part.key)
+        store.delete(part.key)
+    if is_claimed:
+        store.delete(claim_key(stem))
 
 
 def remove_superseded(

@@ -182,9 +182,10 @@ class ImageBuffer:
     @property
     def snapshot(self) -> Manifest | None:
         """What a crash would leave here: None where somebody has deleted the mark, or the file, that this process has made."""
-        if self.marked is None or self.folder is None or not (self.folder / MARK_NAME).is_file():
+        marked = self.marked  # Who fills the image again unmarks it meanwhile.
+        if marked is None or self.folder is None or not (self.folder / MARK_NAME).is_file():
             return None
-        return self.marked if self.size_bytes == self.marked.parts[0].size_bytes else None
+        return marked if self.size_bytes == marked.parts[0].size_bytes else None
 
     @property
     def order(self) -> tuple[int | float | str, ...]:
@@ -233,7 +234,7 @@ class ImageBuffer:
         """The bytes of the file as it is. Raises `Damaged` where it is missing, empty, or not as long as its mark says."""
         try:
             size_bytes = self.path.stat().st_size
-            wanted_bytes = self.marked.parts[0].size_bytes if self.marked is not None else size_bytes
+            wanted_bytes = marked.parts[0].size_bytes if (marked := self.marked) is not None else size_bytes
             if size_bytes != wanted_bytes or not size_bytes:
                 raise Damaged(
                     path=str(self.path),
@@ -624,7 +625,8 @@ class Staging:
         """The image of a snapshot, kept from being overwritten while it is read. Raises `Damaged` if it has been."""
         with self._changed:
             buffer = next((b for b in self._buffers if b.path == snapshot.path), None)
-            if buffer is None or buffer.marked is None or buffer.marked.order != snapshot.manifest.order:
+            marked = buffer.marked if buffer is not None else None
+            if buffer is None or marked is None or marked.order != snapshot.manifest.order:
                 raise Damaged(
                     path=str(snapshot.path), reason="the memory image is in use for a newer checkpoint"
                 )
@@ -641,7 +643,11 @@ class Staging:
             return []
         self.open()
         with self._changed:
-            found = [Snapshot(manifest=b.marked, path=b.path) for b in self._buffers if b.marked is not None]
+            found = [
+                Snapshot(manifest=marked, path=buffer.path)
+                for buffer in self._buffers
+                if (marked := buffer.marked) is not None
+            ]
         return sorted(found, key=lambda snapshot: snapshot.manifest.order, reverse=True)
 
     def drop(self, chosen: Collection[CheckpointId] | None = None) -> None:

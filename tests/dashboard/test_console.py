@@ -181,7 +181,7 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.base = own.url
     page.open("/")
     page.see(f"COORDINATOR_ADDR={own.address} strata torchrun --nproc-per-node=2 train.py", css="main code")
-    page.allow("clipboard-read")
+    page.allow("clipboard-write")
     page.click("button", "Copy on one machine")
     page.see("Copied", css="main [role=status]", within_s=30)
     page.click("button", "Run sample")

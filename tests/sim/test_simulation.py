@@ -152,7 +152,7 @@ def what_came_while_a_snapshot_was_drawn_is_taken_to_be_in_it(patch: Patch) -> N
 
 
 def checkpoints_that_exist_are_forgotten(patch: Patch) -> None:
-    patch(retention, "_is_gone", lambda record: record.status == "completed")
+    patch(retention, "_is_unusable", lambda record: record.status == "completed")
 
 
 def progress_is_not_taken_from_checkpoints(patch: Patch) -> None:

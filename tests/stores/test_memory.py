@@ -329,7 +329,7 @@ def test_a_directory_of_another_user_is_refused(shm: Path) -> None:
     folder = job_folder("job", root=shm)
     folder.mkdir(parents=True)
     os.chown(folder, 12345, -1)
-    with pytest.raises(AccessDenied, match="belongs to the user with number 12345"):
+    with pytest.raises(AccessDenied, match="belongs to uid 12345"):
         MemoryStore("job", shm=shm)
 
 

@@ -37,11 +37,12 @@ _FOREIGN_ORPHAN_AGE_S = 24 * 3600.0
 def remove(catalog: Catalog, entry: Entry) -> None:
     store = catalog.store
     stem = entry.key.removesuffix(manifest_key(""))
-    is_claimed = writer_of(stem) is None
-    if is_claimed:
-        # It may be claimed already, or there is no space for a claim: removing makes some.
+    is_claimed = False
+    if writer_of(stem) is None:
+        # Another writer may want the name, or there is no space for a claim: removing makes some.
         with contextlib.suppress(StoreError):
             store.put(claim_key(stem), new_id(entry.manifest.step).encode(), if_absent=True)
+            is_claimed = True
     store.delete(entry.key)
     catalog.forget(entry)
     for part in entry.manifest.parts:

@@ -123,7 +123,7 @@ def test_logs_and_metrics_survive_a_failover_to_another_disk_and_continue(pair: 
             within_s=SLOW_MACHINE_S,
             what="the one that was killed knows what came after it",
         )
-        eventually(lambda: new.get("/api/logs?q=has+arrived"), within_s=SLOW_MACHINE_S)
+        eventually(lambda: new.get("/api/logs?q=have+arrived"), within_s=SLOW_MACHINE_S)
         assert lines(new, "before") == lines(old, "before") == before, "nothing is there twice"
         assert new.get("/api/runs/moves/metrics")["missing_batches"] == 0
         worker.deregister()

@@ -75,15 +75,19 @@ export function useKeys(does: { palette: () => void; help: () => void; theme: ()
   }, [does, navigate]);
 }
 
-/** Rows are marked with `data-row`; a virtual list renders more when the focus comes near its edge. */
-function step(by: 1 | -1): void {
+/** Rows are marked with `data-row`; a virtual list renders more when the focus comes near its edge, and a frame or two after it scrolled. */
+function step(by: 1 | -1, frames = 10): void {
   const rows = [...document.querySelectorAll<HTMLElement>("main [data-row]")];
   if (rows.length === 0) return;
   rows.sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top);
   const at = rows.indexOf(document.activeElement as HTMLElement);
   const next = at < 0 ? (by > 0 ? rows.find(isSeen) : rows.findLast(isSeen)) : rows[Math.min(rows.length - 1, Math.max(0, at + by))];
-  next?.focus();
-  next?.scrollIntoView({ block: "nearest" });
+  if (next) {
+    next.focus();
+    next.scrollIntoView({ block: "nearest" });
+  } else if (frames > 0) {
+    requestAnimationFrame(() => step(by, frames - 1));
+  }
 }
 
 /** A virtual list renders some rows outside its viewport. */

@@ -114,7 +114,8 @@ def test_asked_twice_to_stop_while_it_starts_it_leaves_no_process(module: str, t
         started += [each for each in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(each))]
         _, left = psutil.wait_procs(started, timeout=10)
         assert left == []
-        assert list(tmp_path.iterdir()) == []
+        # What Python itself had in use in a process that was killed stays: an empty folder.
+        assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
     finally:
         chaos.kill()
         chaos.wait(10)

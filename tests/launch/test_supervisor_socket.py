@@ -103,6 +103,36 @@ def test_another_user_cannot_inject_lines_whatever_the_modes(run_dir: Path) -> N
     assert "forged line" not in output(run_dir)
 
 
+AGENT = """
+import os, signal, sys, threading
+from strata.agent.supervised import SUPERVISOR_VARIABLE, report_failure
+from strata.core.faults.failures import WorkerError
+
+error = WorkerError(type="ValueError", message="a bad batch", traceback="ValueError: a bad batch")
+address = os.environ[SUPERVISOR_VARIABLE]
+os.kill(os.getppid(), signal.SIGSTOP)
+worker = threading.Thread(target=report_failure, args=(address, error), kwargs={"exit_code": 1})
+worker.start()
+worker.join(1)
+if worker.is_alive():
+    os.kill(os.getppid(), signal.SIGCONT)
+    worker.join()
+LINE
+os.kill(os.getppid(), signal.SIGCONT)
+sys.exit(1)
+"""
+
+
+def test_what_a_worker_failed_with_is_known_before_its_agent_says_that_it_ended(tmp_path: Path) -> None:
+    """However long the supervisor has not looked: it reads of a socket later than of a pipe."""
+    line = "print('failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: x', file=sys.stderr, flush=True)"
+    agent = [sys.executable, "-c", AGENT.replace("LINE", line)]
+    command = [sys.executable, "-m", "strata.launch.supervisor", str(tmp_path), *agent]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
+    assert "ValueError: a bad batch" in cause["message"]
+
+
 def test_a_socket_has_a_path_of_any_length_and_one_user(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 200) / "socket"
     path.parent.mkdir()

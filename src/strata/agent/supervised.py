@@ -16,6 +16,7 @@ from strata.sockets import connect_to_path
 
 SUPERVISOR_VARIABLE = "STRATA_KEEPER"  # As supervisors of earlier versions, whose runs may be live, have it.
 """Path of the supervisor's Unix socket. A name without a folder, from a supervisor of an earlier version, is an abstract one."""
+REPORT_S = 5.0
 
 
 def _connect(supervisor: str, header: dict[str, object]) -> socket.socket:
@@ -50,5 +51,8 @@ def send_output() -> None:
 
 
 def report_failure(supervisor: str, error: WorkerError, *, exit_code: int) -> None:
-    with suppress(OSError):
-        _connect(supervisor, {"failure": {**error.to_dict(), "exit_code": exit_code}}).close()
+    """Returns when it is known there: it must not arrive after what the agent says of this process's end."""
+    failure = {**error.to_dict(), "exit_code": exit_code}
+    with suppress(OSError), _connect(supervisor, {"failure": failure}) as connection:
+        connection.settimeout(REPORT_S)
+        connection.recv(1)

@@ -31,7 +31,7 @@ TOKENS = {role: f"the-token-of-the-{role}" for role in ("viewer", "worker", "ope
 def scope(role: Role, *roots: object, private: tuple[Path, ...] = (), tasks: Path | None = None) -> ReadScope:
     rules = ReadRules(roots=tuple(str(root) for root in roots), private=private, tasks=tasks)
     caller = Principal(name="somebody", role=role)
-    return rules.scope_of(caller, checkpoints=tasks is not None).resolved()
+    return rules.scope_of(caller).resolved()
 
 
 def refused(within: ReadScope, path: object) -> str:
@@ -122,11 +122,24 @@ def test_urls_that_are_no_object_store_are_no_data(tmp_path: Path) -> None:
 
 def test_checkpoints_of_own_tasks_may_be_verified_and_nothing_else_of_them(tmp_path: Path) -> None:
     tasks = tmp_path / "coordinator" / "tasks"
-    within = scope("operator", private=(tmp_path / "coordinator",), tasks=tasks)
-    within.check(str(tasks / "task-1" / "checkpoints" / "a.pt"))
+    reading = scope("operator", private=(tmp_path / "coordinator",), tasks=tasks)
+    verifying = replace(reading, checkpoints=True)
+    verifying.check(str(tasks / "task-1" / "checkpoints" / "a.pt"))
     for path in (tasks / "task-1" / "task.json", tasks / "checkpoints", tmp_path / "coordinator" / "x"):
-        refused(within, path)
-    refused(replace(within, tasks=""), tasks / "task-1" / "checkpoints" / "a.pt")
+        refused(verifying, path)
+    refused(reading, tasks / "task-1" / "checkpoints" / "a.pt")
+
+
+def test_data_that_own_tasks_have_prepared_is_read_for_an_admin_like_other_data(tmp_path: Path) -> None:
+    own = tmp_path / "coordinator"
+    data = own / "tasks" / "task-1" / "data"
+    data.mkdir(parents=True)
+    (data / "link").symlink_to(own / "tokens.json")
+    admin, operator = (scope(role, private=(own,), tasks=own / "tasks") for role in ("admin", "operator"))
+    admin.check(str(data / "text.index"))
+    assert "Only an admin" in refused(operator, data / "text.index")
+    for path in (data / "link", data / ".." / "task.json", own / "tasks" / "data" / "x", own / "data" / "x"):
+        assert "is never read" in refused(admin, path), path
 
 
 def test_roots_that_could_never_be_read_are_a_mistake_at_the_start(tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ def test_stop_saves_and_leaves_nothing_and_restart_continues_from_there(tasks: T
     client = Client(tasks.server.url)
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
+    preview = tasks.server.get(f"/api/datasets/sample-text-{task_id}/preview")
+    assert all(sample["text"] for sample in preview["samples"]), "what it trains on can be looked at"
+    assert len(preview["samples"]) > 0
     pids = list(tasks.processes(task_id))
     assert len(pids) >= 4  # Supervisor, agent, two workers.
     answer = client.stop(task_id, wait_s=STOP_S)

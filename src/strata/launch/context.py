@@ -59,6 +59,11 @@ class TaskContext:
         """Where checkpoints belong: a restarted task finds them there."""
         return self.task_dir / "checkpoints"
 
+    @property
+    def data(self) -> Path:
+        """Where data belongs that the task prepares for itself: an admin sees samples of it on the dashboard."""
+        return self.task_dir / "data"
+
     def write(self, path: Path) -> None:
         facts = {**asdict(self), "task_dir": str(self.task_dir)}
         write_file(path, json.dumps(facts, indent=2), durable=False)

@@ -2,7 +2,8 @@
 
 Whoever asks decides, when the reading happens: an admin may have nearly any path read, everybody else only what lies inside
 the operator's `data_roots`. Some places are read for nobody: what the kernel and the machine keep for themselves, hidden
-folders of a home unless a root names them, and the coordinator's own folder, configuration and keys.
+folders of a home unless a root names them, and the coordinator's own folder, configuration and keys. In that folder lie those
+of its tasks: a task's data is read like any other path, its checkpoints for whoever may have them verified.
 
 A path counts as what it leads to, symlinks resolved. What has been opened is checked again by the name the kernel has for
 it, so that a link exchanged in between gains nothing. Reads no contents.
@@ -24,8 +25,10 @@ SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/run/secrets", "/run/credentials")
 """Read for nobody, whatever is configured: `/var/run` leads to `/run`."""
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure")
 ENV_FILE = ".env"
-CHECKPOINTS = "checkpoints"
+TASK_CHECKPOINTS = "checkpoints"
 """In a task's folder, what its workers save."""
+TASK_DATA = "data"
+"""In a task's folder, what its workers have prepared to be trained on."""
 HOME_FOLDERS = ("/home", "/Users")
 """Each folder in them is somebody's home, whether this machine can name them or not."""
 HOW = (
@@ -53,7 +56,9 @@ class ReadScope:
     """Files and folders of the coordinator itself."""
     homes: tuple[str, ...] = ()
     tasks: str = ""
-    """For checkpoints: the folder of the coordinator's own tasks, whose checkpoints anybody here may have verified."""
+    """The folder of the coordinator's own tasks."""
+    checkpoints: bool = False
+    """Whether this is for verifying checkpoints: those of the coordinator's own tasks are verified for anybody here."""
 
     def resolved(self) -> ReadScope:
         """The same with symlinks followed, as the checks need it."""
@@ -76,7 +81,10 @@ class ReadScope:
     def check_resolved(self, real: str, *, shown: str = "") -> None:
         """For a path without symlinks. `shown` is what the caller has named: where it leads is not for everyone."""
         name = shorten(shown or real, 200)
-        if self._is_checkpoint(real):
+        if self.checkpoints and self._is_of_a_task(real, TASK_CHECKPOINTS):
+            return
+        if self._is_of_a_task(real, TASK_DATA):
+            self._require_admin(name)
             return
         if _is_inside(real, (*SYSTEM, *self.private)) or os.path.basename(real) == ENV_FILE:
             raise PathRefused(
@@ -125,10 +133,10 @@ class ReadScope:
             hint=f"{HOW} {COUNT}",
         )
 
-    def _is_checkpoint(self, real: str) -> bool:
+    def _is_of_a_task(self, real: str, kind: str) -> bool:
         if not self.tasks or not _is_inside(real, (self.tasks,)):
             return False
-        return os.path.relpath(real, self.tasks).split("/")[1:2] == [CHECKPOINTS]
+        return os.path.relpath(real, self.tasks).split("/")[1:2] == [kind]
 
     def _is_hidden(self, real: str) -> bool:
         for home in {*self.homes, *_home_above(real)}:
@@ -155,7 +163,8 @@ class ReadRules:
             role=caller.role,
             roots=self.roots,
             private=tuple(str(path) for path in self.private),
-            tasks=str(self.tasks) if checkpoints and self.tasks is not None else "",
+            tasks=str(self.tasks) if self.tasks is not None else "",
+            checkpoints=checkpoints,
         )
 
 

@@ -34,16 +34,17 @@ def main() -> None:
 
 def prepare(task: TaskContext) -> Path:
     """Data and configuration, where they are not there yet. Returns the configuration's file."""
-    folder = task.task_dir / "training"
+    folder, data = task.task_dir / "training", task.data
     config = folder / "config.yaml"
     folder.mkdir(parents=True, exist_ok=True)
+    data.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Goes with the process, however it ends.
         if not config.exists():
-            files = _files(task, folder)
+            files = _files(task)
             # The coordinator knows the index by this name. Another task may cut the same text into other sequences.
             name = as_identifier(task.dataset.id)[:100] if task.dataset else SAMPLE
-            index = folder / f"{name}-{task.task_id}.index"
+            index = data / f"{name}-{task.task_id}.index"
             _build_index(task, files, index)
             _write(config, settings(task, files, index))
     return config
@@ -104,14 +105,14 @@ def settings(task: TaskContext, files: list[str], index: Path) -> dict[str, dict
     }
 
 
-def _files(task: TaskContext, folder: Path) -> list[str]:
+def _files(task: TaskContext) -> list[str]:
     if task.dataset is not None:
         from strata.launch.programs.indexing import dataset_files
 
         return dataset_files(task.dataset)
     from strata.launch.sample_job import standard_library
 
-    text = folder / f"{SAMPLE}.txt"
+    text = task.data / f"{SAMPLE}.txt"
     write_file(text, b"".join(standard_library(SAMPLE_BYTES)), durable=False)
     return [str(text)]
 

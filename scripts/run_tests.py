@@ -3,8 +3,8 @@
 Areas use gRPC, object storage and shared memory, whose threads do not survive a fork; tests of loaders fork. In
 processes of their own they cannot disturb each other. Much of a test is waiting, so one more runs at a time than there are
 cores, four at most; large areas are dealt out by file, so that no lane is left with a long one at the end. What one of them
-prints is shown when it has ended. Ends with what each has cost, what was left out and why, what failed, once more, and one
-line: N passed, N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
+prints is shown when it has ended. Ends with what each has cost, the slowest tests, what was left out and why, what failed, once
+more, and one line: N passed, N failed, N skipped. `--slow` runs the tests that are otherwise left out, instead of the others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ LONGEST = {
 }
 """Started first, in this order, so that none of them is left for the end; and into how many parts each is dealt out."""
 OUTCOMES = ("passed", "failed", "skipped")
+SLOWEST_SHOWN = 20
+SLOW_S = 10.0
 CLOSING_LINES = 40
 """How much of what a failed area said last is said again."""
 
@@ -85,6 +87,11 @@ class Result:
             found[reason] += int(number)
         return found
 
+    def slowest(self) -> list[tuple[float, str]]:
+        """Seconds of each test, or of its set-up, that took long."""
+        found = re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(\S+)", self.output, re.M)
+        return [(float(elapsed_s), test) for elapsed_s, test in found]
+
     def closing(self) -> str:
         """What failed, in pytest's own words: they come last, after everything the tests printed."""
         lines = [line for line in self.output.splitlines() if line and not line.startswith("SKIPPED")]
@@ -117,6 +124,11 @@ def main() -> int:
     print(f"\n{'':32} {'elapsed':>9} {'CPU':>9}")
     for result in results:
         print(f"{result.area:32} {result.elapsed_s:7.0f} s {result.cpu_s:7.0f} s")
+    slowest = sorted((test for result in results for test in result.slowest()), reverse=True)
+    if slowest:
+        print("\nslowest:")
+    for elapsed_s, test in slowest[:SLOWEST_SHOWN]:
+        print(f"  {elapsed_s:5.0f} s  {test}")
     broken = [result for result in results if result.is_broken]
     for result in broken:
         print(f"\n=== failed in {result.area}, status {result.status}\n{result.closing()}")
@@ -183,7 +195,8 @@ def _dealt_out(area: str, files: Sequence[Path], parts: int) -> list[Part]:
 
 def run_part(part: Part, *options: str) -> Result:
     began_s = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", *part.arguments, *options]
+    durations = ("--durations=0", f"--durations-min={SLOW_S}")
+    command = [sys.executable, "-m", "pytest", "-q", *durations, *part.arguments, *options]
     with tempfile.TemporaryFile(
         "w+", errors="replace"
     ) as output:  # No pipe: it would wait for whoever holds it.

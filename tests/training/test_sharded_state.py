@@ -144,13 +144,13 @@ class Script:
         *,
         crash_at: int = -1,
         on_step: Callable[[int], None] | None = None,
-        settled: bool = True,
+        settled_until: int = STEPS,
         **options: Any,
     ) -> ElasticJob:
         with self.job(folder, **options) as job:
             for batch in job:
                 assert job._manager is not None
-                if settled:  # Nothing is skipped, so what was saved is known.
+                if job.step < settled_until:  # Nothing is skipped, so what was saved is known.
                     assert job._manager.wait_pending(60)
                 x, y = batch.data
                 x = x + torch.rand(()) * 0.01  # From the generator that is saved.
@@ -809,7 +809,7 @@ def test_what_is_saved_stays_as_it_was_while_training_continues(tmp_path: Path) 
             may_write.set()
 
     slow = FaultyStore(open_store(tmp_path / "job" / "run"), choose=choose)
-    script.run(tmp_path / "job", checkpoints=slow, on_step=on_step, settled=False)
+    script.run(tmp_path / "job", checkpoints=slow, on_step=on_step, settled_until=SAVE_EVERY)
     state: dict[str, Any] = {f"extra.kept.{name}": None for name in ("by_number", "pair", "history")}
     dcp.load(state, storage_reader=StrataStorageReader(tmp_path / "job" / "run", step=SAVE_EVERY))
     assert torch.equal(state["extra.kept.by_number"][0], then[0]["by_number"][0])

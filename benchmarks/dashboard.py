@@ -1,5 +1,7 @@
 """What the dashboard costs, and how soon it shows: measured in a real Chromium on a real coordinator with a fleet.
 
+    python -m benchmarks.dashboard [--json] [--quick]
+
 Browser, coordinator and fleet share this machine. Sizes do not depend on how quiet it is; times do, and their notes
 tell how far the repetitions lie apart.
 """

@@ -203,3 +203,13 @@ def test_every_setting_is_documented() -> None:
     assert (
         len(variables) == len(set(variables)) == len(rows) - 3
     )  # tokens, roles of certificates and prices of runs come from the file alone
+
+
+def test_the_documentation_shows_every_setting_as_it_is() -> None:
+    page = (Path(__file__).parents[1] / "docs/operating/configuration.md").read_text()
+    shown = page.partition("|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    data_dir = str(Path.home() / ".strata")
+    assert shown == [
+        f"| `{key}` | `{default.replace(data_dir, '~/.strata')}` | {variable and f'`{variable}`'} | {meaning} |"
+        for key, default, variable, meaning in documented(CoordinatorSettings)
+    ]

@@ -123,6 +123,15 @@ MAY_BE_ANY = {
         "elastic_harness.data.DatasetState.from_dict.state",
         "elastic_harness.data.ResumableDataset.load_state_dict.state",
         "elastic_harness.data.ResumableDataset.state_dict.return",
+        "elastic_harness.metrics.TrainingMetrics.load_state_dict.state",
+        "elastic_harness.metrics.TrainingMetrics.state_dict.return",
+        "elastic_harness.scaling.ElasticScalingManager.load_state_dict.state",
+        "elastic_harness.scaling.ElasticScalingManager.state_dict.return",
+        "elastic_harness.scaling.GradientAccumulationManager.load_state_dict.state",
+        "elastic_harness.scaling.GradientAccumulationManager.state_dict.return",
+        "elastic_harness.scaling.HasParamGroups.param_groups.return",
+        "elastic_harness.scaling.LRScalingManager.load_state_dict.state",
+        "elastic_harness.scaling.LRScalingManager.state_dict.return",
     ),
     "a checkpoint, as Lightning's own": (
         "strata.integrations.lightning.StrataCheckpointIO.load_checkpoint.return",
@@ -135,6 +144,19 @@ MAY_BE_ANY = {
         "elastic_harness.checkpoint.CheckpointState.__init__.metrics",
         "elastic_harness.checkpoint.create_checkpoint_state.metrics",
     ),
+    "the caller's own values, kept with an error": (
+        "elastic_harness.errors.DistributedSetupError.__init__.context",
+    ),
+    "a configuration, which may hold anything: the answer is what is wrong with it": (
+        "elastic_harness.config_validator.validate_config.config",
+        "elastic_harness.config_validator.validate_elastic_config.config",
+        "elastic_harness.config_validator.validate_training_config.config",
+    ),
+    "a field of a record by its name, each of another type": (
+        "elastic_harness.scaling.ScalingDecision.get.default",
+        "elastic_harness.scaling.ScalingDecision.get.return",
+    ),
+    "a nested summary, as JSON": ("elastic_harness.metrics.TrainingMetrics.summary.return",),
     "samples, as the dataset has them": (
         "strata.Mixture.read.return",
         "strata.data.ElasticDataset.__init__.transform",
@@ -167,6 +189,8 @@ PUBLIC = (
     "dtruntime",
     "elastic_harness.checkpoint",
     "elastic_harness.data",
+    *(f"elastic_harness.{name}" for name in ("agent", "config_validator", "errors", "metrics", "model")),
+    *(f"elastic_harness.{name}" for name in ("scaling", "sequences", "sync", "train", "train_config")),
 )
 OWN = ("strata", "dtruntime", "elastic_harness")
 

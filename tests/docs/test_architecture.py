@@ -70,6 +70,7 @@ def test_a_heartbeat_a_tensor_a_sample_and_a_task_are_followed() -> None:
         "a tensor, saved",
         "and of a sharded state",
         "and loaded",
+        "and loaded, of a sharded state",
         "a sample",
         "a task",
     ]
@@ -86,6 +87,44 @@ def test_every_hop_exists_and_is_reached_from_one_before_it(journey: str) -> Non
         else:
             assert hop.name.rpartition(".")[2] in known, f"nothing above {hop} names it"
         known |= hop.mentions()
+
+
+def called_at_once(tree: ast.AST) -> set[str]:
+    """The names of functions and own methods that a module calls in its functions, unless it hands the call to somebody: in a
+    `lambda`, or as a task."""
+    found: set[str] = set()
+    handed = {
+        id(argument)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "create_task"
+        for argument in node.args
+    }
+
+    def visit(node: ast.AST, *, inside: bool) -> None:
+        if isinstance(node, ast.Lambda) or id(node) in handed:
+            return
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name) | ast.Name(id=name)):
+                found.update({name} if inside else ())
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside=inside or is_function)
+
+    visit(tree, inside=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "hop", {str(hop): hop for hops in journeys().values() for hop in hops if hop.is_apart}.values(), ids=str
+)
+def test_nothing_is_left_out_behind_another_thread_or_process(hop: Hop) -> None:
+    """What has come from there comes out where somebody waits for it, in a loop, or in a function that is called from there."""
+    function = hop.function()
+    assert function is not None
+    waits = any(isinstance(node, ast.While) for node in ast.walk(function))
+    called = called_at_once(ast.parse((SOURCES / hop.module).read_text()))
+    assert waits or hop.name.rpartition(".")[2] not in called
 
 
 def test_every_file_that_is_named_exists() -> None:

@@ -30,7 +30,7 @@ import torch
 
 from strata import locks
 from strata.bench.checkpoint.s3 import s3_server
-from strata.bench.recovery.in_process import _lines
+from strata.bench.recovery.in_process import last_lines
 from strata.bench.table import Row, report
 from strata.checkpoint.catalog.naming import new_id
 from strata.checkpoint.image.in_place import take_from_store
@@ -361,7 +361,7 @@ def _await_training(folder: Path, agents: dict[str, Agent], machines: int) -> No
 
     def is_calm() -> bool:
         now_s = time.monotonic()
-        lines = _lines(folder)
+        lines = last_lines(folder)
         began = [line for line in lines if line.what.startswith("resumed")][-machines:]
         steps = {line.pid for line in lines if line.at_s > now_s - 1 and line.what.startswith("step")}
         return len(steps) == machines == len(began) and all(
@@ -375,7 +375,7 @@ def _next_new_step(folder: Path, at_s: float, agents: dict[str, Agent]) -> tuple
     found: list[tuple[float, int]] = []
 
     def look() -> bool:
-        lines = _lines(folder)
+        lines = last_lines(folder)
         resumed = [line for line in lines if line.at_s > at_s and line.what.startswith("resumed")]
         if not resumed:
             return False

@@ -184,9 +184,11 @@ def _await_calm(folder: Path, agent: Agent, workers: int) -> None:
     while agent.is_running and time.monotonic() < deadline_s:
         now_s = time.monotonic()
         recent = {
-            line.pid for line in _lines(folder) if line.at_s > now_s - 0.5 and line.what.startswith("step")
+            line.pid
+            for line in last_lines(folder)
+            if line.at_s > now_s - 0.5 and line.what.startswith("step")
         }
-        began_s = [line.at_s for line in _lines(folder) if line.what.startswith("resumed")][-workers:]
+        began_s = [line.at_s for line in last_lines(folder) if line.what.startswith("resumed")][-workers:]
         is_calm = len(recent) == len(began_s) == workers and now_s - max(began_s) > PEACE_S
         if is_calm and len(agent.workers()) == everyone:
             return
@@ -195,7 +197,7 @@ def _await_calm(folder: Path, agent: Agent, workers: int) -> None:
 
 
 def _lose(folder: Path, agent: Agent, workers: int, slot: int) -> Loss | None:
-    pids = sorted({line.pid for line in _lines(folder) if line.at_s > time.monotonic() - PEACE_S / 2})
+    pids = sorted({line.pid for line in last_lines(folder) if line.at_s > time.monotonic() - PEACE_S / 2})
     at_s = time.monotonic()
     if workers == 1:
         (folder / "leave").touch()
@@ -204,11 +206,13 @@ def _lose(folder: Path, agent: Agent, workers: int, slot: int) -> Loss | None:
             os.kill(pids[slot % len(pids)], signal.SIGKILL)
     deadline_s = at_s + PATIENCE_S
     while time.monotonic() < deadline_s and agent.is_running:
-        after = [line for line in _lines(folder) if line.at_s > at_s]
+        after = [line for line in last_lines(folder) if line.at_s > at_s]
         again = [line for line in after if line.what.startswith("resumed")]
         if again:
             began_s = again[0].at_s
-            made = [line for line in _lines(folder) if line.at_s < began_s and line.what.startswith("step")]
+            made = [
+                line for line in last_lines(folder) if line.at_s < began_s and line.what.startswith("step")
+            ]
             furthest = max(line.step for line in made)
             new = [line for line in after if line.at_s > began_s and line.what.startswith("step")]
             survivors = [line.at_s - at_s for line in new if line.pid in pids and line.step > furthest]
@@ -220,7 +224,7 @@ def _lose(folder: Path, agent: Agent, workers: int, slot: int) -> Loss | None:
     return None
 
 
-def _lines(folder: Path) -> list[Line]:
+def last_lines(folder: Path) -> list[Line]:
     """The last ones."""
     path = folder / "steps"
     if not path.exists():

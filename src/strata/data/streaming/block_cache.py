@@ -25,6 +25,7 @@ from pathlib import Path
 import xxhash
 
 from strata.data.errors import DataError
+from strata.files import move_into_place
 from strata.locks import exclusively
 
 log = logging.getLogger("strata.data")
@@ -144,7 +145,7 @@ class BlockCache:
             data = fetch()
             try:
                 os.pwritev(part, [data, xxhash.xxh3_128_digest(data)], 0)
-                os.rename(unfinished, place)
+                move_into_place(Path(unfinished), Path(place), durable=False)
                 is_kept = True
                 status = os.fstat(part)
                 self._verified[name] = (status.st_ino, status.st_mtime_ns)

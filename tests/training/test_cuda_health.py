@@ -34,7 +34,7 @@ def test_in_a_process_of_its_own_nothing_stays() -> None:
     torch.zeros(1, device="cuda")
     free_before, _ = torch.cuda.mem_get_info(0)
     began_s = time.monotonic()
-    found = health.examine_apart()
+    found = health.examine_in_subprocess()
     print(found, f"{time.monotonic() - began_s:.2f} s with the start of the process")
     assert found.failed == {}
     assert torch.cuda.mem_get_info(0)[0] > free_before - (64 << 20)

@@ -55,7 +55,7 @@ def test_an_agent_does_not_wait_for_the_rank_of_a_lost_member(coordinator: Coord
         handler.shutdown()
 
 
-def test_a_member_that_seems_silent_counts_for_everybody_or_for_nobody(coordinator: Coordinator) -> None:
+def test_a_member_that_seems_silent_counts_for_all_members_or_for_none(coordinator: Coordinator) -> None:
     run_id = f"silent-{time.monotonic_ns()}"
     one, other = (handler_of(coordinator, run_id) for _ in range(2))
     with ThreadPoolExecutor(2) as pool:

@@ -74,7 +74,7 @@ def losses(coordinator: Coordinator, key: str) -> list[str]:
     return [line for line in coordinator.output if f"'{key}' is lost" in line]
 
 
-def test_everybody_is_notified_of_a_dropped_connection_and_of_its_return(
+def test_all_agents_are_notified_of_a_dropped_connection_and_of_its_return(
     shared: Coordinator, stack: ExitStack
 ) -> None:
     one, two, three = agents(stack, shared, "drops")

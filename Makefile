@@ -12,15 +12,15 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo    set up, train a small model with real workers on this machine, show it live"
-	@echo "make test    set up and run all tests but the slow ones, about an hour on two cores"
+	@echo "make test    set up and run all tests except the slow ones, about an hour on two cores"
 	@echo "make check   style, types, layers, core and simulator, in under a minute"
-	@echo "make test-slow  the tests that take long or want a quiet machine"
+	@echo "make test-slow  run the tests that take long or need an idle machine"
 	@echo "make docs    build the documentation site into build/site; a broken link is an error"
-	@echo "make bench   measure coordinator, data, checkpoints and recovery beside their peers (ARGS=recovery for one of them)"
+	@echo "make bench   benchmark coordinator, data, checkpoints and recovery (ARGS=recovery for one of them)"
 	@echo "make images  build the container images without an engine, and run the coordinator's (needs root and buildah)"
-	@echo "make setup   only make the virtual environment"
-	@echo "make azurite  install Azure's emulator of storage, which its tests want (npm)"
-	@echo "make fake-gcs  install an emulator of Google's storage, which its tests want (pip)"
+	@echo "make setup   only create the virtual environment"
+	@echo "make azurite  install the Azure storage emulator for its tests (npm)"
+	@echo "make fake-gcs  install a Google Cloud Storage emulator for its tests (pip)"
 
 setup:
 	@$(PYTHON) scripts/setup.py

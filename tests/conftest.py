@@ -29,7 +29,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A process that tests leave behind fails the run. What is new in shared memory is only told: it may belong to a
+    """A process that tests leave behind fails the run. What is new in shared memory is only reported: it may belong to a
     job that runs beside the tests, and what dead jobs left goes by itself."""
     remove_empty(images_folder() / "job")  # A test that removes a job's folder leaves the one around it.
     known: set[str] = session.config.stash[_SEGMENTS]

@@ -30,7 +30,7 @@ def test_two_that_point_at_each_other_end_in_a_pause() -> None:
     assert not search.failed("standby", leader="a")
 
 
-def test_who_did_last_is_asked_first_by_everybody() -> None:
+def test_the_last_leader_is_asked_first_by_every_client() -> None:
     coordinators = Coordinators(["a", "b", "c"])
     search = coordinators.search()
     search.failed("away")

@@ -246,7 +246,7 @@ def _refusal(error: urllib.error.HTTPError) -> ApiError:
         body = json.load(error)
         return ApiError(body["code"], body["message"], body["hint"])
     except (ValueError, KeyError, TypeError, OSError):
-        return ApiError("http_error", f"The coordinator answered {error.code}.", "")
+        return ApiError("http_error", f"The coordinator returned HTTP {error.code}.", "")
 
 
 def _not_a_coordinator(api: str) -> Unreachable:

@@ -4,7 +4,7 @@ from typing import Any, Literal, TypedDict
 
 
 class ExitCause(TypedDict):
-    """Why an attempt at a task ended badly: the first failure, not the ones that followed from it."""
+    """Why an attempt at a task failed: the first failure, not the ones that followed from it."""
 
     kind: Literal["exit", "signal", "exception", "oom", "lost", "launch"]
     message: str

@@ -325,7 +325,7 @@ def _owner_lives(folder: Path) -> bool:
 def own_values(job: Path, owner: Process) -> Path:
     """The folder of a job's values, which from now on stay at least as long as this owner lives."""
     values, owners = job / _VALUES / "values", job / _VALUES / "owners"
-    with _nobody_else_at_values(job):
+    with _values_locked(job):
         for folder in (values, owners):
             make_private(folder, inside=job.parent)
         for each in owners.iterdir():
@@ -340,7 +340,7 @@ def remove_values(job: Path, *, even_owned: bool = False) -> bool:
     had started to remove. False, and nothing is removed, where an owner lives."""
     if not any(job.glob(f"{_VALUES}*")):
         return True
-    with _nobody_else_at_values(job):
+    with _values_locked(job):
         if not even_owned and _values_are_owned(job):
             return False
         with suppress(FileNotFoundError):
@@ -349,7 +349,7 @@ def remove_values(job: Path, *, even_owned: bool = False) -> bool:
 
 
 @contextmanager
-def _nobody_else_at_values(job: Path) -> Iterator[None]:
+def _values_locked(job: Path) -> Iterator[None]:
     """No other process opens or removes a job's values meanwhile. Those that were renamed are freed at the end."""
     lock = job / f"{_VALUES}.lock"
     with exclusively_inside(lock, inside=job.parent):

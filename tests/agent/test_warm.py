@@ -161,7 +161,7 @@ def fail_when_told(told: str) -> None:
 
 
 def test_the_one_that_was_killed_is_named_though_others_have_failed_for_want_of_it(tmp_path: Path) -> None:
-    """On a busy machine the agent looks only when all of them are gone."""
+    """On a busy machine the agent looks only when all of them have ended."""
     told = tmp_path / "told"
     context = make(tmp_path, str(told), entrypoint=fail_when_told)
     context.start()
@@ -224,7 +224,7 @@ def life(tmp_path: Path, run: str, number: int, *, until_second: bool, package: 
 
 @pytest.fixture
 def second(monkeypatch: pytest.MonkeyPatch) -> preload_module.SecondServer:
-    """An agent's own, as if it had just begun."""
+    """An agent's own, as if it had just started."""
     fresh = preload_module.SecondServer()
     monkeypatch.setattr(warm, "_second", fresh)
     return fresh

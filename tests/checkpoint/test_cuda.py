@@ -34,7 +34,7 @@ def to_device(state: Any) -> Any:
 
 
 def keep_device_busy() -> None:
-    """Queue enough work that a copy queued behind it has not begun when the call returns."""
+    """Queue enough work that a copy queued behind it has not started when the call returns."""
     square = torch.randn(4096, 4096, device="cuda")
     for _ in range(60):
         square = torch.tanh(square @ square)

@@ -163,7 +163,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_files_do_not_pile_up(
         assert isinstance(error, SaveFailed)
         assert "No space left on device" in str(error)
     assert steps(tmp_path) == []
-    assert len(parts(tmp_path)) <= 1  # What rank 0 wrote; gone when anybody saves again.
+    assert len(parts(tmp_path)) <= 1  # What rank 0 wrote; replaced by the next save.
     assert run_world(1, "save", tmp_path, steps=[2])[0] is not None
     assert len(parts(tmp_path)) == 1
 

@@ -408,7 +408,7 @@ HOSTILE: list[Callable[[dict[str, Any]], Any]] = [
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_a_manifest_with_impossible_values_is_skipped(tmp_path: Path, number: int) -> None:
-    """Sealed with a digest that fits, beside a good checkpoint: which is what everybody continues with."""
+    """Sealed with a digest that fits, beside a good checkpoint: which is what every reader continues with."""
     import xxhash
 
     folder = tmp_path / "place"

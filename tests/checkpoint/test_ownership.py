@@ -1,4 +1,4 @@
-"""Who holds images: told by a lock, across process namespaces, and fenced by generations."""
+"""Who holds images: known by a lock, across process namespaces, and fenced by generations."""
 
 from __future__ import annotations
 

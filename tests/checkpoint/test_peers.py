@@ -338,7 +338,7 @@ def test_nobody_gets_in_without_the_secret(machines: Callable[[int], list[Machin
     assert first.held() == []
 
 
-def test_memory_of_a_keeper_is_given_back(tmp_path: Path) -> None:
+def test_memory_of_copies_is_given_back(tmp_path: Path) -> None:
     meeting = Meeting()
     first, second = (Machine(tmp_path / f"memory-{n}", meeting, n) for n in range(2))
     first.save(1, state(1))

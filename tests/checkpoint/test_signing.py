@@ -157,9 +157,7 @@ def test_payloads_of_signed_manifests_cannot_be_swapped(tmp_path: Path, use: Use
         load(tmp_path / "c")
 
 
-def test_a_run_that_was_not_signed_does_not_start_anew_because_a_key_was_set(
-    tmp_path: Path, use: Use
-) -> None:
+def test_an_unsigned_run_does_not_start_over_because_a_key_was_set(tmp_path: Path, use: Use) -> None:
     folder, key = tmp_path / "c", secret(tmp_path / "key")
     save(folder, 1)
     use(key)

@@ -339,7 +339,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 class Interruption:
-    """Ctrl-C for one wait of the main thread, sent until it is heard: a signal that comes just before a thread lies down
+    """Ctrl-C for one wait of the main thread, sent until it is received: a signal that comes just before a thread lies down
     does not wake it."""
 
     def __init__(self) -> None:
@@ -432,7 +432,7 @@ def test_a_failed_copy_ends_in_the_handle_and_leaves_the_engine_usable(
         with pytest.raises(SaveFailed, match="device lost"):
             handle.result(30)
         with pytest.raises(SaveFailed, match="device lost"):
-            manager.save(small_state(3), step=3)  # Told once more, at the next call.
+            manager.save(small_state(3), step=3)  # Reported once more, at the next call.
         manager.save(small_state(3), step=3).result(30)
         assert [info.step for info in manager.all_checkpoints()] == [3, 1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,13 @@ def test_words_in_brackets_are_shown_where_rich_knows_them_as_styles() -> None:
     shown = page("serve")
     assert "TOML file with a [coordinator] table, and [notify]." in shown
     assert "What runs tasks: local, ray or none. [local]" in shown
+
+
+@pytest.mark.parametrize("path", [path for path, _ in PAGES], ids=" ".join)
+def test_a_help_page_is_the_same_for_every_user(path: tuple[str, ...]) -> None:
+    shown = page(*path)
+    assert str(Path.home()) not in shown
+    assert "default: (" not in shown
 
 
 def test_the_version_is_the_packages() -> None:

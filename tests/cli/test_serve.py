@@ -1,4 +1,4 @@
-"""`strata serve`: starts with what it was told, refuses what cannot work, and stops without a trace."""
+"""`strata serve`: starts with its settings, refuses what cannot work, and stops without a trace."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_port_zero_picks_a_free_one_and_prints_it(tmp_path: Path) -> None:
             assert worker.register_worker("w").rank == 0
         assert server.get("/api/status")["address"] == grpc[1]
 
-        # Whoever comes second is told who is there.
+        # A second coordinator is refused, with the reason.
         said = refused("--data-dir", str(server.data_dir), "--grpc-port", "0", "--http-port", "0")
         assert said.startswith("1 ")
         assert "Another coordinator is using" in said

@@ -247,7 +247,7 @@ class Fleet:
         self.observe(LoopStalled(stall_s=stall_s))
 
     def lose(self, worker_id: str) -> Decision:
-        """Its stream ends and the grace passes; everybody else stays in touch."""
+        """Its stream ends and the grace passes; all others stay connected."""
         self.drop(worker_id)
         self.now_s += self.cluster.membership.limits.disconnect_grace_s
         self.beat(*(w for w in self.cluster.membership.pulses if w != worker_id))

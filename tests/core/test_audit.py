@@ -93,7 +93,7 @@ def test_history_survives_old_checkpoints_being_removed() -> None:
 
 
 def test_a_checkpoint_lost_in_the_middle_is_vouched_for_by_the_next() -> None:
-    """Memory that is gone, or a save that failed: the weights that came after it hold what it trained."""
+    """Memory that was lost, or a save that failed: the weights that came after it hold what it trained."""
     history = History().commit("a", (0, 40)).commit("b", (40, 70)).commit("c", (70, 100), closed=True)
     del history.commits[1]
     history.commits[1] = replace(history.commits[1], parent_id="a")
@@ -270,7 +270,7 @@ def test_a_record_that_starts_from_nothing_though_its_manifest_has_a_parent_is_a
 
 def test_what_is_older_than_a_gap_in_the_history_is_not_called_abandoned() -> None:
     a, _, c, e = siblings()
-    assert audit([a, e], "d", 0).abandoned == ()  # c is gone: whether it came after a, nobody knows.
+    assert audit([a, e], "d", 0).abandoned == ()  # c was removed: whether it came after a is unknown.
     assert audit([a, c, e], "d", 0).abandoned == ()
 
 

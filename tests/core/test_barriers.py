@@ -130,7 +130,7 @@ def test_a_new_call_opens_a_new_round(fleet: Fleet) -> None:
 
 def test_a_late_retry_learns_its_own_round_while_the_next_one_is_open(fleet: Fleet) -> None:
     run_round(fleet, 1, "a", "b", "c")
-    run_round(fleet, 2, "b", "c")  # They go on; `a` never heard of its release and asks again.
+    run_round(fleet, 2, "b", "c")  # They continue; `a` never received its release and retries.
     ticket, decision = fleet.arrive("a", call_id="a-1")
     assert decision.events == ()
     assert isinstance(ticket.outcome, BarrierReleased)

@@ -97,7 +97,7 @@ def test_a_conflict_quotes_long_values_in_short(fleet: Fleet) -> None:
     assert len(str(refusal.value)) < 1000
 
 
-def test_where_the_files_lie_is_no_part_of_what_a_dataset_is(fleet: Fleet) -> None:
+def test_the_location_of_its_files_is_not_part_of_a_datasets_identity(fleet: Fleet) -> None:
     assert fleet.register("d", files=(FileSpan(path="/data/d/0", samples=100),)).events == ()
 
 
@@ -231,7 +231,7 @@ def test_the_shards_of_a_worker_come_with_their_ranges() -> None:
     assert list(fleet.cluster.datasets.shards_of(WorkerId("stranger"), KEY)) == []
 
 
-def test_jobs_that_everybody_left_are_forgotten_in_the_end() -> None:
+def test_jobs_without_workers_are_forgotten_in_the_end() -> None:
     fleet = Fleet()
     fleet.register("d")
     for number in range(130):

@@ -191,7 +191,7 @@ def test_epochs_since_the_base_are_bounded_too_and_so_is_a_restored_snapshot() -
     assert other.commit([], durable=False).epochs == made.epochs
 
 
-def test_an_epoch_that_differs_stands_apart_and_can_be_trained_again() -> None:
+def test_an_epoch_that_differs_is_separate_and_can_be_trained_again() -> None:
     chain = LedgerChain()
     for epoch in range(50):
         records = whole_epoch(epoch) if epoch != 20 else [record(0, (0, 90), epoch=20, closed=True)]

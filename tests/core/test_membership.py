@@ -315,7 +315,7 @@ def test_one_whose_place_was_taken_stays_superseded_when_its_successor_has_left(
     fleet.leave("a", reason="trained to the end")
     fleet = restart(fleet)
     with pytest.raises(Stale, match="was superseded by one that has left since") as late:
-        fleet.join("a", registration="frozen")  # It wakes, and has not heard the answer to its call.
+        fleet.join("a", registration="frozen")  # It wakes, and has not received the reply to its call.
     assert late.value.cause == "superseded"
     assert fleet.cluster.membership.members == {}
 

@@ -183,7 +183,7 @@ def test_each_worker_gets_its_own_rank_order_and_answers() -> None:
     ]
 
 
-def test_an_answer_to_somebody_else_or_from_an_earlier_stream_reaches_nobody() -> None:
+def test_a_reply_to_another_worker_or_from_an_earlier_stream_is_dropped() -> None:
     mux = machine(2)
     arrive(mux, 1, 1.0)
     arrive(mux, 2, 1.0)

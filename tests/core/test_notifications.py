@@ -185,7 +185,7 @@ def test_a_task_that_a_person_stops_is_no_news() -> None:
     assert Story().take(task("stopped"), task("completed")) == []
 
 
-def test_a_recovery_is_slow_by_what_it_took_or_while_it_lasts() -> None:
+def test_a_recovery_is_slow_by_its_duration_or_while_it_is_open() -> None:
     story = Story(slow_recovery=60.0)
     story.fail()
     assert story.close("recovered", took_s=59.0) == []
@@ -332,7 +332,7 @@ def test_a_disk_that_fills_is_raised_and_has_space_again() -> None:
     assert [n.state for n in look(120_000_000_000)] == ["resolved"]
 
 
-def test_what_comes_back_soon_is_held_back_and_counted() -> None:
+def test_a_notification_that_recurs_soon_is_held_back_and_counted() -> None:
     story = Story()
     nan, good = [math.nan], [1.0]
     assert len(story.rules.take_losses(RUN, nan + good, 1, story.now_s)) == 2

@@ -104,7 +104,7 @@ def test_an_exchange_that_failed_has_lost_nothing() -> None:
     ledger._gather = working
 
 
-def test_a_position_that_somebody_has_moved_is_not_made_up_for() -> None:
+def test_a_position_that_was_moved_explicitly_is_refused() -> None:
     readers, ledger = two_ranks()
     readers[0].sampler.commit()
     readers[0].sampler.move(0, 20)

@@ -1,4 +1,4 @@
-"""Loops that are left, begun anew, or commit late: what was not committed is read again, and nothing else."""
+"""Loops that are left, started again, or commit late: what was not committed is read again, and nothing else."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def strata_audit(source: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_trainers_killed_in_every_way_leave_an_exact_history(killed_job: Job) -> None:
-    # The manifests, and what the coordinator heard of them before and after it was killed.
+    # The manifests, and what was reported to the coordinator before and after it was killed.
     for source in (str(killed_job.checkpoints), killed_job.coordinator.url):
         done = strata_audit(source)
         assert done.returncode == 0, done.stdout + done.stderr

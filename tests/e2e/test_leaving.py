@@ -124,7 +124,7 @@ def test_the_demo_ends_well_and_prints_what_it_verified(short: Path) -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "an agent that is killed"])
 def test_a_demo_that_ends_early_leaves_nothing(short: Path, how: str) -> None:
-    """Told to by a supervisor, or for want of its agent, while training is under way."""
+    """Asked by a supervisor, or because its agent is lost, while training is under way."""
     with subprocess.Popen(
         [sys.executable, "-m", "strata.cli.main", "demo"],
         stdout=subprocess.PIPE,

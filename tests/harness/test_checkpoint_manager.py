@@ -332,7 +332,7 @@ def test_warn_logs_and_training_continues(tmp_path: Path, caplog: pytest.LogCapt
         assert (
             f"[NVME] Failed to save checkpoint to '{file(folder, 2)}': No space left on device" in caplog.text
         )
-        assert manager.wait_for_pending_saves(30) is True  # Told once.
+        assert manager.wait_for_pending_saves(30) is True  # Reported once.
         save(manager, 3)
         manager.clear_memory_snapshots()
         assert_is(manager.load_checkpoint(), 3)

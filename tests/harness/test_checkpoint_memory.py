@@ -1,4 +1,4 @@
-"""Snapshots in memory: bounded, kept over a crash, and gone when the job is."""
+"""Snapshots in memory: bounded, kept over a crash, and removed with the job."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_start_status_restart_stop_clean(script: Script, tmp_path: Path) -> None
     assert not (tmp_path / "etcd").exists()
 
 
-def test_it_neither_hides_nor_stops_an_etcd_of_somebody_else(script: Script, tmp_path: Path) -> None:
+def test_it_neither_hides_nor_stops_an_etcd_that_it_did_not_start(script: Script, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = EtcdServer(tmp_path / "other")
     other.start()

@@ -1,4 +1,4 @@
-"""Gradients that cannot be exchanged end the step: a rank whose peer is gone does not go on with its own."""
+"""Gradients that cannot be exchanged end the step: a rank whose peer is lost does not continue with its own."""
 
 from __future__ import annotations
 

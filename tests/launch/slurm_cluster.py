@@ -1,4 +1,4 @@
-"""Slurm as three nodes on this machine: munged, slurmctld and three slurmd, on loopback, all gone at the end."""
+"""Slurm as three nodes on this machine: munged, slurmctld and three slurmd, on loopback, all stopped at the end."""
 
 from __future__ import annotations
 

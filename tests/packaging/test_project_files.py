@@ -144,7 +144,7 @@ def test_the_torch_that_is_pinned_is_in_the_matrix() -> None:
     assert CONSTRAINTS["torch"] in versions
 
 
-def test_commits_are_checked_with_the_versions_that_everybody_has() -> None:
+def test_commits_are_checked_with_the_pinned_versions() -> None:
     hooks = {
         repo["repo"].rpartition("/")[2]: repo for repo in read(ROOT / ".pre-commit-config.yaml")["repos"]
     }

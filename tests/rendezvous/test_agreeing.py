@@ -1,4 +1,4 @@
-"""Agents that have met and are about to agree on ranks, when one of them is gone."""
+"""Agents that have met and are about to agree on ranks, when one of them is lost."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_an_agent_does_not_wait_for_the_rank_of_a_lost_member(coordinator: Coord
         handler.shutdown()
 
 
-def test_a_member_that_seems_silent_counts_for_everybody_or_for_nobody(coordinator: Coordinator) -> None:
+def test_a_member_that_seems_silent_counts_for_all_members_or_for_none(coordinator: Coordinator) -> None:
     run_id = f"silent-{time.monotonic_ns()}"
     one, other = (handler_of(coordinator, run_id) for _ in range(2))
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda handler: handler.next_rendezvous().rank, (one, other)))
     for handler in (one, other):
-        handler._stop_heartbeats()  # Nobody tells the server that the other one seems gone.
+        handler._stop_heartbeats()  # The server is not notified that the other one seems lost.
 
     def seems_alone() -> bool:
         return other._this_node not in one.sync_state().participants
 
-    eventually(seems_alone, within_s=PATIENCE_S, what="the other one seems gone")
+    eventually(seems_alone, within_s=PATIENCE_S, what="the other one seems lost")
     assert one._get_world() == (ranks[0], 2)
     for handler in (one, other):
         handler.shutdown()

@@ -70,7 +70,7 @@ class Recorded(SqliteJournal):
 async def test_commits_continue_between_the_pieces_of_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command is answered after at most one piece, and the snapshot is of the moment it was begun."""
+    """Each command is answered after at most one piece, and the snapshot is of the state when it was started."""
     monkeypatch.setattr(engines, "PIECE_EVENTS", 20)
     Recorded.calls = []
     journal = Recorded(tmp_path, reserve_bytes=4096)

@@ -56,7 +56,7 @@ def test_a_path_is_no_id_over_http_grpc_and_alone(guarded: Coordinator) -> None:
             DatasetRegistry().register_dataset(name, 10, 1)
 
 
-def test_a_job_sees_and_reads_its_own_datasets_and_those_of_everybody(guarded: Coordinator) -> None:
+def test_a_job_sees_and_reads_its_own_datasets_and_shared_ones(guarded: Coordinator) -> None:
     mine, theirs = of_job(guarded, "mine"), of_job(guarded, "theirs")
     shared = {"dataset_id": "for-all", "path": "/s", "format": "jsonl", "total_samples": 100}
     assert guarded.post("/api/datasets", shared, token=ADMIN)[0] == 201
@@ -91,7 +91,7 @@ def test_a_job_sees_and_reads_its_own_datasets_and_those_of_everybody(guarded: C
     assert plans[0] == 404, "no plan is made for others"
 
 
-def test_values_of_jobs_with_similar_names_are_apart(guarded: Coordinator) -> None:
+def test_values_of_jobs_with_similar_names_are_isolated(guarded: Coordinator) -> None:
     with stub(guarded.address) as calls:
         calls.SwapValue(pb.SwapValueRequest(key="b/x", value=b"1"), metadata=of_job(guarded, "a"), timeout=30)
         found = calls.ReadValue(pb.ReadValueRequest(key="x"), metadata=of_job(guarded, "a/b"), timeout=30)

@@ -1,4 +1,4 @@
-"""Who is told what by the engine: listeners hear durable facts alone, and every fact is counted."""
+"""What the engine reports to whom: listeners receive only durable facts, and every fact is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal in an etcd that lets not everybody in: certificates of clients, users with passwords."""
+"""A journal in an etcd with access control: certificates of clients, users with passwords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed: what browsers are told stays small, however large the fleet."""
+"""The feed: what browsers receive stays small, however large the fleet."""
 
 from __future__ import annotations
 

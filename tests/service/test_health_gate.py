@@ -178,7 +178,7 @@ def test_the_coordinator_says_why_a_slow_machine_is_not_to_join(coordinator: Coo
 
 
 def test_this_machine_is_examined_and_says_what_it_measured() -> None:
-    found = health.examine_apart()
+    found = health.examine_in_subprocess()
     assert not {"memory", "clock", "processor", "loopback"} & found.failed.keys(), found
     assert found.measured["free_memory_gib"] > 0
     again = health.Findings.from_json(found.to_json())

@@ -1,4 +1,4 @@
-"""Pages: what everybody asks for is made once, is never older than the question, and never takes over."""
+"""Pages: what all readers request is created once, is never older than the question, and never takes over."""
 
 from __future__ import annotations
 

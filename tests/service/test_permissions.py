@@ -393,7 +393,7 @@ def test_agents_report_what_they_saved_for_ones_own_job_alone(
         )
 
 
-def test_values_of_jobs_are_apart(guarded: Coordinator, tokens: dict[tuple[str, str | None], str]) -> None:
+def test_values_of_jobs_are_isolated(guarded: Coordinator, tokens: dict[tuple[str, str | None], str]) -> None:
     with stub(guarded.address) as calls:
         own, foreign = metadata(tokens["worker", OWN]), metadata(tokens["worker", FOREIGN])
         assert calls.SwapValue(pb.SwapValueRequest(key="k", value=b"mine"), metadata=own, timeout=30).swapped
@@ -404,7 +404,7 @@ def test_values_of_jobs_are_apart(guarded: Coordinator, tokens: dict[tuple[str, 
         assert calls.ReadValue(pb.ReadValueRequest(key="k"), metadata=own, timeout=30).value == b"mine"
 
 
-def test_agents_of_jobs_are_apart_and_a_viewer_is_none(
+def test_agents_of_jobs_are_isolated_and_a_viewer_is_not_an_agent(
     guarded: Coordinator, tokens: dict[tuple[str, str | None], str]
 ) -> None:
     hello = pb.AgentMessage(hello=pb.AgentHello(key="met", node="n"))

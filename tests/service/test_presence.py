@@ -27,7 +27,7 @@ GRACE_S = 2.0
 
 
 class Agent:
-    """One that is connected through a proxy of its own, and counts what it is told."""
+    """One that is connected through a proxy of its own, and counts what it is notified of."""
 
     def __init__(self, stack: ExitStack, coordinator: Coordinator, name: str, key: str) -> None:
         self.name, self.key = name, key
@@ -74,7 +74,7 @@ def losses(coordinator: Coordinator, key: str) -> list[str]:
     return [line for line in coordinator.output if f"'{key}' is lost" in line]
 
 
-def test_everybody_is_notified_of_a_dropped_connection_and_of_its_return(
+def test_all_agents_are_notified_of_a_dropped_connection_and_of_its_return(
     shared: Coordinator, stack: ExitStack
 ) -> None:
     one, two, three = agents(stack, shared, "drops")
@@ -85,7 +85,7 @@ def test_everybody_is_notified_of_a_dropped_connection_and_of_its_return(
     assert any("its connection dropped" in line for line in losses(shared, "drops"))
     three.proxy.refusing = False
     three.until_connected()
-    assert three.presence.lost == set(), "nobody is told of its own loss"
+    assert three.presence.lost == set(), "no agent is notified of its own loss"
     for other in (one, two):
         other.until_lost()
 

@@ -217,7 +217,7 @@ def test_nobody_reads_the_tokens_through_a_dataset(guarded: Coordinator, folder:
             assert not any(token in json.dumps(answer) for token in TOKENS.values())
 
 
-def test_inside_the_roots_everybody_counts_and_looks(guarded: Coordinator, folder: Path) -> None:
+def test_inside_the_roots_every_caller_may_count_and_preview(guarded: Coordinator, folder: Path) -> None:
     for role in ("worker", "operator", "admin"):
         path = f"{folder}/roots/good.jsonl"
         assert register(guarded, role, dataset_id=f"in-{role}", path=path, format="jsonl")[0] == 201

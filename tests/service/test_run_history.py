@@ -93,7 +93,7 @@ def test_a_batch_that_comes_again_counts_once(history: RunHistory) -> None:
     assert pairs(found.committed) == [(1, 5.0), (2, 6.0)]
 
 
-def test_after_a_rollback_the_abandoned_branch_is_kept_apart(history: RunHistory) -> None:
+def test_after_a_rollback_the_abandoned_branch_is_kept_separately(history: RunHistory) -> None:
     put(history, batch(started(1), 1, range(1, 11), {"a": range(1, 11)}))
     put(history, batch(started(2, resumed=6), 1, range(7, 9), {"a": [70, 80]}))
     (found,) = history.curves("r", ["a"], points=100)
@@ -314,7 +314,7 @@ def test_details_of_the_latest_start_are_shown_and_survive_a_restart(tmp_path: P
     again.close()
 
 
-def test_notes_belong_to_a_run_and_change_apart_from_its_tags(history: RunHistory) -> None:
+def test_notes_belong_to_a_run_and_change_independently_of_its_tags(history: RunHistory) -> None:
     put(history, batch(started(1), 1, [1], {"a": [1.0]}), job="mine")
     put(history, batch(started(1), 1, [1], {"a": [1.0]}), job="theirs")
     history.annotate("r", job="mine", tags=["good"], notes=None)

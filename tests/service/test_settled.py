@@ -240,7 +240,7 @@ ARRIVAL = pb.WaitBarrierRequest(barrier_id="b", step=1, call_id=b"one")
 
 @pytest.mark.parametrize("arrives", ["by itself", "by its machine"])
 async def test_a_deposed_leader_ends_sessions_instead_of_answering_them(tmp_path: Path, arrives: str) -> None:
-    """The worker comes back, finds who leads and says it again. It is not refused, and not told that it is stale."""
+    """The worker comes back, finds who leads and says it again. It is not refused, and not called stale."""
     async with coordinator(tmp_path) as served:
         one, _ = await served.register("a"), await served.register("b")
 

@@ -90,7 +90,7 @@ def test_none_that_leads_is_one_message_that_names_each(standby: Standby) -> Non
         assert isinstance(refused.value, CoordinatorUnavailable), "training continues, as without any"
 
 
-def test_a_call_is_retried_until_somebody_leads(shared: Coordinator, standby: Standby) -> None:
+def test_a_call_is_retried_until_a_coordinator_leads(shared: Coordinator, standby: Standby) -> None:
     with Proxy(shared.grpc_port) as road:
         road.refusing = True
         worker = TrainingOrchestrator(f"{standby.address},{road.address}", job_id="late", timeout_s=60)

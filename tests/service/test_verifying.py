@@ -1,4 +1,4 @@
-"""A registered checkpoint is verified over the API: whole, damaged, gone, or not for the coordinator to see."""
+"""A registered checkpoint is verified over the API: intact, damaged, removed, or not readable for the coordinator."""
 
 from __future__ import annotations
 

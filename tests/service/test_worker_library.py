@@ -132,7 +132,7 @@ def test_log_records_of_the_process_reach_the_coordinator(shared: Coordinator) -
 
 
 def test_goodbye_does_not_overtake_what_was_said_before_it(shared: Coordinator) -> None:
-    """Also on a session that sends so much that it is read slowly: a call would be heard before the last lines."""
+    """Also on a session that sends so much that it is read slowly: a call would arrive before the last lines."""
     with stub(shared.address) as calls, channel(shared.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="talkative", job_id="talkative"))
         session = RawSession(own).hello("talkative")
@@ -163,7 +163,7 @@ def test_messages_of_a_worker_that_leaves_at_once_all_arrive(shared: Coordinator
 
 
 def test_worker_whose_session_is_not_answered_leaves_by_a_call(shared: Coordinator) -> None:
-    """A coordinator that does not know a goodbye on the stream is told by a call."""
+    """A coordinator that does not know a goodbye on the stream is notified by a call."""
     worker = TrainingOrchestrator(shared.address, job_id="by-call")
     try:
         worker.register_worker("caller")

@@ -20,7 +20,7 @@ SEARCH = 40
 
 @pytest.mark.parametrize(("machines", "workers"), [(1, 3), (1, 8), (3, 2)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_everybody_trains_together_in_the_end(machines: int, workers: int, sharded: bool) -> None:
+def test_all_ranks_train_together_in_the_end(machines: int, workers: int, sharded: bool) -> None:
     counts: Counter[str] = Counter()
     for seed in range(RUNS // 3):
         fleet = Fleet(seed, machines=machines, workers=workers, sharded=sharded)

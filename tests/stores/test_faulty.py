@@ -1,4 +1,4 @@
-"""The faulty store keeps every promise while it is told no faults, and breaks exactly the ones it is told to."""
+"""The faulty store keeps every promise while no faults are configured, and breaks exactly those that are."""
 
 from __future__ import annotations
 

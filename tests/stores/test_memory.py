@@ -111,8 +111,8 @@ def test_a_stream_of_unknown_size_stops_at_the_limit(shm: Path) -> None:
     assert temporary_files(store.root) == []
 
 
-def test_unfinished_writes_count_for_everybody(shm: Path) -> None:
-    """Two that fit alone do not both fit: the second is told at once, not when memory runs out."""
+def test_unfinished_writes_count_for_all_processes(shm: Path) -> None:
+    """Two that fit alone do not both fit: the second is refused at once, not when memory runs out."""
     one = MemoryStore("job", limit_bytes=10 * MIB, shm=shm)
     two = MemoryStore("job", limit_bytes=10 * MIB, shm=shm)
     with one.open_write("a", size_hint_bytes=6 * MIB) as writer:

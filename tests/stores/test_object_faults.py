@@ -123,7 +123,7 @@ def test_listing_and_deleting_ride_over_passing_faults(store: Store, plain: Stor
 def test_a_lost_reply_to_the_last_call_of_an_upload_is_success(
     store: Store, plain: Store, proxy: S3Proxy, lost: int, how: str
 ) -> None:
-    """The server has the object; the retry is told that the upload no longer exists."""
+    """The server has the object; the retry learns that the upload no longer exists."""
     proxy.spoil(LoseReply(), when=is_complete, times=lost)
     if how == "put":
         store.put("k", LARGE)

@@ -134,7 +134,7 @@ async def running(engine: Engine, runner: TaskRunner) -> AsyncIterator[None]:
 def among_several(
     folder: Path, here: str, report_end: Callable[[EndAttempt], Awaitable[None]] | None = None
 ) -> tuple[Engine, TaskRunner, Recording]:
-    """A runner of one of two coordinators; `a` has begun the task `t-a`, and `t-b` waits."""
+    """A runner of one of two coordinators; `a` has started the task `t-a`, and `t-b` waits."""
     engine = Engine(Cluster(), SqliteJournal(folder, reserve_bytes=1 << 20), SystemClock())
     for name in ("t-a", "t-b"):
         spec = task_spec(name, type="noop", worker_count=1)

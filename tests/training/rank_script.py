@@ -1,7 +1,7 @@
 """One rank of a small elastic job on gloo, that tests hold, kill and count: `python -m tests.training.rank_script --help`.
 
 It appends a line to the file `events` of its control folder each time it is about to make a step, and goes no further than
-the step in the file `hold` there, until that is changed or it is told to leave.
+the step in the file `hold` there, until that is changed or it is asked to leave.
 """
 
 from __future__ import annotations

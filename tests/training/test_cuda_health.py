@@ -34,7 +34,7 @@ def test_in_a_process_of_its_own_nothing_stays() -> None:
     torch.zeros(1, device="cuda")
     free_before, _ = torch.cuda.mem_get_info(0)
     began_s = time.monotonic()
-    found = health.examine_apart()
+    found = health.examine_in_subprocess()
     print(found, f"{time.monotonic() - began_s:.2f} s with the start of the process")
     assert found.failed == {}
     assert torch.cuda.mem_get_info(0)[0] > free_before - (64 << 20)
@@ -70,7 +70,7 @@ def test_any_flipped_bit_of_a_device_changes_the_digest(dtype: torch.dtype) -> N
             assert (after[0] != before[0], after[1:]) == (True, before[1:])
 
 
-def test_a_digest_is_of_the_moment_it_was_asked_for() -> None:
+def test_a_digest_is_of_the_state_when_it_was_requested() -> None:
     """It is queued behind the step: what is changed after it does not count."""
     tensor = torch.zeros(1 << 22, device="cuda")
     square = torch.randn(4096, 4096, device="cuda")

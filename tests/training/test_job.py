@@ -41,7 +41,7 @@ def assert_exact(folder: Path, undisturbed: torch.Tensor, loop: Loop) -> None:
 
 
 def crash_after_saving(loop: Loop, *, at: int) -> None:
-    """Crash in a step, when every save that was begun before it has ended."""
+    """Crash in a step, when every save that was started before it has ended."""
 
     def wait_and_crash() -> None:
         assert loop.job._manager is not None

@@ -1,4 +1,4 @@
-"""An elastic job of several processes under real agents: killed, stopped, told to leave, resized, and taken over.
+"""An elastic job of several processes under real agents: killed, stopped, asked to leave, resized, and taken over.
 
 Steps are held where a test wants to look (`rank_script`), so what is lost and what is restored is known exactly.
 """
@@ -41,9 +41,9 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 STEPS = 2 * SAMPLES // BATCH
 LONG, STEP_S = 20 * BATCH, 0.1
-"""So many samples, and so long a step, that a job which is told to leave does so before it has ended by itself."""
+"""So many samples, and so long a step, that a job which is asked to leave does so before it has ended by itself."""
 LEFT = 128 + signal.SIGTERM
-"""Exit status of an agent that left as it was told to: schedulers must be able to tell that training has not ended."""
+"""Exit status of an agent that left because it was asked to: schedulers must be able to tell that training has not ended."""
 PATIENCE_S = 120.0
 """For anything that happens at once on a machine with nothing else to do."""
 
@@ -364,7 +364,7 @@ def test_loader_processes_do_not_delay_the_survivors(launch: Start) -> None:
     assert_exact(job.checkpoints)
 
 
-# --- resized, and told to leave ---------------------------------------------------------------------------------
+# --- resized, and asked to leave ---------------------------------------------------------------------------------
 
 
 def test_three_machines_then_two_then_three_train_each_sample_once(launch: Start, meeting: str) -> None:
@@ -376,7 +376,7 @@ def test_three_machines_then_two_then_three_train_each_sample_once(launch: Start
     job.hold(9)
     lost.kill()
     job.wait_for(9, world=2, generation=2)
-    job.start(ranks=1, memory="d")  # It has the others told to leave and come back.
+    job.start(ranks=1, memory="d")  # It has the others asked to leave and rejoin.
     job.wait_for_world(3, generation=3)
     job.release()
     statuses = job.ended()

@@ -365,7 +365,7 @@ def test_a_generator_taken_as_bytes_is_what_capture_says() -> None:
         assert [taken["numpy"][0], *taken["numpy"][2:]] == [expected["numpy"][0], *expected["numpy"][2:]]
 
 
-def test_generators_are_taken_anew_after_every_change_and_only_then() -> None:
+def test_generator_states_are_read_again_after_every_change_and_only_then() -> None:
     watch = rng.Watch()
     for _ in range(700):  # More than the state of Python's generator has words.
         random.random()
@@ -408,7 +408,7 @@ def figures() -> tuple[int, int, int]:
     return process.num_threads(), process.num_fds(), len(mapped)
 
 
-def test_entering_again_maps_nothing_anew_and_leaves_nothing_behind(
+def test_entering_again_maps_no_new_memory_and_leaves_nothing_behind(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped: list[Path] = []

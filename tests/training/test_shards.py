@@ -373,7 +373,7 @@ def test_nobody_restores_what_a_stopped_start_completes_after_it_was_taken_over(
     tmp_path: Path, undisturbed: Callable[..., Path]
 ) -> None:
     """Its ranks are stopped when all parts of step 8 are written, and the first has asked whether it may put the manifest and
-    is about to do so. The start after it goes on from step 4, and comes to step 5."""
+    is about to do so. The start after it continues from step 4, and comes to step 5."""
     folder, env = tmp_path / "job", {"TORCHELASTIC_RUN_ID": "launch", "SETTLED": "1", "DESTINATIONS": "far"}
     with started("fsdp", folder, 2, env={**env, "STOPPED": "0:8", "SNAPSHOT_EVERY": "0"}) as zombies:
         first = psutil.Process(zombies[0].pid)

@@ -15,7 +15,7 @@ TIMEOUT_S = 0.8
 
 
 class Clock:
-    """Goes on only when it is told to; whoever asks it has looked."""
+    """Continues only when asked to, after the test has looked."""
 
     def __init__(self) -> None:
         self.now_s = 1_000.0

@@ -1,6 +1,6 @@
 /** Types of the HTTP API and of the event stream. Generated: `npm run types`. Times are Unix seconds. */
 
-/** What a start logged after the step that a later one went back to. */
+/** What a start logged after the step that a later one resumed at. */
 export interface AbandonedView {
   steps: number[];
   times: number[];
@@ -120,7 +120,7 @@ export interface ChangeWeightsBody {
   from_step: number;
 }
 
-/** One channel, without what is secret about it. */
+/** One channel, without its secrets. */
 export interface ChannelView {
   name: string;
   kind: string;
@@ -253,7 +253,7 @@ export interface CheckpointView {
   generation: number;
 }
 
-/** Where a checkpoint lies, or one part of it. */
+/** Where a checkpoint is stored, or one part of it. */
 export interface Copy {
   checkpoint_id: string;
   step: number;
@@ -409,7 +409,7 @@ export interface DatasetView {
   readers: string[];
 }
 
-/** What became of a test notification. */
+/** The outcome of a test notification. */
 export interface DeliveryView {
   channel: string;
   kind: string;
@@ -439,7 +439,7 @@ export interface DrainView {
   handovers: HandoverView[];
 }
 
-/** What every refused call answers. */
+/** The body of every error response. */
 export interface ErrorBody {
   /** Stable, for programs */
   code: string;
@@ -451,7 +451,7 @@ export interface ErrorBody {
   details: Record<string, string>[];
 }
 
-/** Why an attempt at a task ended badly: the first failure, not the ones that followed from it. */
+/** Why an attempt at a task failed: the first failure, not the ones that followed from it. */
 export interface ExitCause {
   kind: "exit" | "signal" | "exception" | "oom" | "lost" | "launch";
   message: string;
@@ -462,7 +462,7 @@ export interface ExitCause {
   may_retry: boolean;
 }
 
-/** All that is known of how one worker ended. */
+/** Everything known about how one worker ended. */
 export interface Failure {
   rank: number | null;
   host: string;
@@ -485,7 +485,7 @@ export interface FileSpan {
   samples: number;
 }
 
-/** Worker-seconds of one job, by what they went into. */
+/** Worker-seconds of one job, by activity. */
 export interface GoodputView {
   job_id: string;
   task_id: string | null;
@@ -541,7 +541,7 @@ export interface HealthBody {
   status: "ok";
 }
 
-/** What a machine has measured of itself. Times are Unix seconds. */
+/** Results of a machine's health checks. Times are Unix seconds. */
 export interface HealthView {
   host: string;
   kind: string;
@@ -799,7 +799,7 @@ export interface LogsEvent {
   data: LogView[];
 }
 
-/** Log lines that the stream left out because too many came at once; a search finds them. */
+/** Log lines omitted from the stream because too many arrived at once; a search finds them. */
 export interface LogsSkipped {
   count: number;
 }
@@ -813,7 +813,7 @@ export interface LogsSkippedEvent {
   data: LogsSkipped;
 }
 
-/** What would be lost if something of a domain failed now. */
+/** What would be lost if one failure domain failed now. */
 export interface Loss {
   domain: "process" | "machine" | "rack" | "site";
   label: string;
@@ -894,7 +894,7 @@ export interface NotesBody {
   notes?: string | null;
 }
 
-/** One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
+/** One notification, as `/api/notifications` and the event stream show it. Times are Unix seconds. */
 export interface Notification {
   id: number;
   rule: "stopped" | "slow_recovery" | "repeated" | "failed_save" | "overdue_save" | "loss" | "throughput" | "slow_rank" | "disk" | "goodput" | "quarantine" | "test";
@@ -1070,7 +1070,7 @@ export interface RunDetails {
   options: Record<string, unknown>;
 }
 
-/** A run with what people have written about it and how its latest start was made. */
+/** A run with its tags, its notes and how it was last started. */
 export interface RunInfoView {
   run: string;
   jobs: string[];
@@ -1099,7 +1099,7 @@ export interface RunView {
   tags: string[];
 }
 
-/** What is known of the copies of a run. */
+/** The known copies of a run's checkpoints. */
 export interface Safety {
   run: string;
   reached: number;
@@ -1110,7 +1110,7 @@ export interface Safety {
   problems: string[];
 }
 
-/** Beside restarting from the newest durable checkpoint each time. */
+/** Compared with restarting from the newest durable checkpoint each time. */
 export interface SavedView {
   recoveries: number;
   steps: number;
@@ -1386,7 +1386,7 @@ export interface WorkerCaughtUpEvent {
   data: WorkerCaughtUp;
 }
 
-/** What ended a worker, in its own words. */
+/** The error that ended a worker, as it reported it. */
 export interface WorkerError {
   type: string;
   message: string;

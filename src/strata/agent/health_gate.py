@@ -88,10 +88,10 @@ def _check_again(coordinator: str, reason: str) -> None:
 
 
 def _examine() -> Findings:
-    from strata.diagnostics.health import examine_apart
+    from strata.diagnostics.health import examine_in_subprocess
 
     began_s = time.monotonic()
-    found = examine_apart(folder=None)
+    found = examine_in_subprocess(folder=None)
     log.info(
         "health checks of this machine finished in %.1f s (%.1f s until they could start)",
         *(found.seconds, max(0.0, time.monotonic() - began_s - found.seconds)),

@@ -134,7 +134,7 @@ class RegroupingAgent(CarefulAgent):
         try:
             make_private(folder, inside=folder.parent)
             self._folder = locks.create(folder)  # Others remove what an agent that was killed has left.
-            channel = AgentChannel(folder / "socket", self._heard)
+            channel = AgentChannel(folder / "socket", self._on_message)
         except OSError as error:
             log.warning("workers cannot recover without a restart: %s", error)
             return None
@@ -199,7 +199,7 @@ class RegroupingAgent(CarefulAgent):
 
     # --- what workers say, in the channel's thread ------------------------------------------------------------
 
-    def _heard(self, number: int, message: Message) -> Message | None:
+    def _on_message(self, number: int, message: Message) -> Message | None:
         now_s, kind, regroup = time.monotonic(), message["kind"], self._regroup
         with self._lock:
             if number in regroup.spares:
@@ -400,8 +400,8 @@ class RegroupingAgent(CarefulAgent):
             self._regroup.met(instruction.workers, now_s=time.monotonic())
             generation = self._regroup.generation
         # Of a worker that ends, why is in the log; an error that nobody here has ended by is not.
-        nobody_ended = phases <= {Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED}
-        is_news = nobody_ended and instruction.reason not in (JOINS, OTHERS_MEET)
+        none_ended = phases <= {Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED}
+        is_news = none_ended and instruction.reason not in (JOINS, OTHERS_MEET)
         log.log(
             logging.WARNING if is_news else logging.INFO,
             "generation %d: %d of %d workers of this machine (%s)",

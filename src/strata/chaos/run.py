@@ -105,7 +105,7 @@ class ChaosRun:
         if (
             fault == "agent"
         ):  # Who is killed before it takes part is missed by nobody: no process starts again after it.
-            self._await_everybody(patience_s)
+            self._await_all_workers(patience_s)
         step_before, at_s = self.step, time.monotonic()
         victim, heal = self._inflict(fault)
         self.tell(f"{fault}: {victim} at step {step_before}")
@@ -207,7 +207,7 @@ class ChaosRun:
             time.sleep(POLL_S)
         return None
 
-    def _await_everybody(self, patience_s: float) -> None:
+    def _await_all_workers(self, patience_s: float) -> None:
         """All workers take part; not longer than this, where some do not come back."""
         deadline_s = time.monotonic() + patience_s
         while time.monotonic() < deadline_s and self.is_running:

@@ -129,9 +129,7 @@ def export(
     chosen = format or _BY_ENDING.get(os.path.splitext(to)[1])
     if chosen not in FORMATS:
         raise InvalidExport(
-            f"The name '{to}' does not tell the format."
-            if chosen is None
-            else f"'{chosen}' is not a format.",
+            f"The name '{to}' does not imply a format." if chosen is None else f"'{chosen}' is not a format.",
             hint="Choose --format pt, safetensors, hf or dcp, or end the name with .pt or .safetensors.",
         )
     if chosen in FOLDERS and "://" in to:

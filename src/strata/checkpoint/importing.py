@@ -113,7 +113,7 @@ def adopt(
     try:
         state, format = _opened(path, memory)
     except Damaged as error:
-        error.hint = "Nothing was imported. Copy it again from where it came."
+        error.hint = "Nothing was imported. Copy it again from its source."
         raise
     found = _Recognised.of(state, path)
     step = found.step(step)

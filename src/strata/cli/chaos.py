@@ -45,15 +45,13 @@ def chaos(
     ] = "SIGKILL",
     min_survivors: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Refuse to run where a fault could leave fewer workers unaffected. [1, or none]"
-        ),
+        typer.Option(min=0, help="Refuse to run if a fault could leave fewer workers unaffected. [no limit]"),
     ] = None,
     jitter: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Vary each interval at random: below 1 by this share of it (0.2: a fifth), from 1 on by this many seconds.",
+            help="Vary each interval at random: by this fraction of it if below 1 (0.2 is ±20 %), else by this many seconds.",
         ),
     ] = 0.0,
     verify_progress: Annotated[
@@ -77,7 +75,7 @@ def chaos(
     hit = max(hits.get(kind, 1) for kind in chosen)
     if min_survivors is not None and workers - hit < min_survivors:
         raise typer.BadParameter(
-            f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} untouched"
+            f"a fault hits {hit} of {workers} workers, which leaves fewer than {min_survivors} unaffected"
         )
     wanted = _signal(kill_signal)
     need("torch", "omegaconf", feature="The job under test", extra="harness")
@@ -90,7 +88,7 @@ def chaos(
     when = f"{'after' if single_kill else 'every'} {interval:g} s" + (
         f" ± {jitter_s:g} s" if jitter_s else ""
     )
-    left = "" if hit < workers else ": none is left untouched"
+    left = "" if hit < workers else ": none is left unaffected"
     say(f"a fault ({', '.join(chosen)}) {when} hits {hit} of {workers} workers{left}")
     with _interrupted_once(), tempfile.TemporaryDirectory(prefix="strata-chaos-") as folder:
         report = _run(

@@ -42,6 +42,13 @@ Api = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DataDir = Annotated[
+    Path,
+    typer.Option(
+        envvar="STRATA_DATA_DIR", help="The coordinator's data directory. [~/.strata]", show_default=False
+    ),
+]
+DEFAULT_DATA_DIR = Path.home() / ".strata"
 
 _WRAPPED = re.compile(r"(?<!\n)\n(?!\n)")
 """Where a docstring is wrapped within a paragraph: the terminal wraps it by itself."""

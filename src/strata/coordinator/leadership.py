@@ -143,7 +143,7 @@ class Election:
         self._leadership = Leadership(lease_s=lease_s)
         self._lock = threading.Lock()
         # Of several endpoints a silent one must not cost the lease.
-        self._keeper_log = EtcdLog(journal.location, timeout_s=max(0.3, lease_s / 4))
+        self._lease_log = EtcdLog(journal.location, timeout_s=max(0.3, lease_s / 4))
         self._watch_log = EtcdLog(journal.location, timeout_s=2.0)
         self._me = Leader(name=secrets.token_hex(8), term=0)
         self._lease = ""
@@ -159,7 +159,7 @@ class Election:
         self._closing = threading.Event()
         self._poke = threading.Event()
         self._outage = OutageLog(log, over=f"etcd at {journal.location.address} answers again")
-        self._keeper = threading.Thread(target=self._keep, name="leadership", daemon=True)
+        self._lease_thread = threading.Thread(target=self._keep, name="leadership", daemon=True)
         self._follower = threading.Thread(target=self._follow, name="following", daemon=True)
         self._on_events: Callable[[list[Event]], None] = lambda events: None
         self._won = asyncio.Event()
@@ -232,7 +232,7 @@ class Election:
         self._deposed = self._loop.create_future()
         self._applied = self._last_position = self._journal.tail.position
         self._follower.start()
-        self._keeper.start()
+        self._lease_thread.start()
 
     async def elected(self) -> list[Event]:
         """Waits until this coordinator leads: the events that it has not applied yet. Raises `Deposed`."""
@@ -256,17 +256,17 @@ class Election:
         self._poke.set()
         self._journal.log.client.abort()
         self._watch_log.close()
-        for thread in (self._keeper, self._follower):
+        for thread in (self._lease_thread, self._follower):
             if thread.ident is not None:
                 thread.join()
         try:
             if self._lease:
-                self._keeper_log.revoke(self._lease)
+                self._lease_log.revoke(self._lease)
             if self._is_registered:
-                self._keeper_log.forget(f"coordinators/{self._me.grpc}")
+                self._lease_log.forget(f"coordinators/{self._me.grpc}")
         except FAILURES as error:
             log.info("the lease could not be released and will expire: %s", error)
-        self._keeper_log.close()
+        self._lease_log.close()
         if self._deposed is not None and self._deposed.done():
             self._deposed.exception()  # Somebody knows of it by now.
 
@@ -331,7 +331,7 @@ class Election:
     def _campaign(self) -> None:
         sent_s = boot_time_s()
         try:
-            leader, lease, revision = self._keeper_log.campaign(self._me, lease_s=self._lease_s)
+            leader, lease, revision = self._lease_log.campaign(self._me, lease_s=self._lease_s)
         except (*FAILURES, LeaseLost) as error:
             self._outage.met(
                 f"no coordinator leads, and etcd at {self._journal.location.address} does not answer: {error}"
@@ -355,7 +355,7 @@ class Election:
     def _renew(self) -> None:
         sent_s = boot_time_s()
         try:
-            lives = self._keeper_log.renew(self._lease)
+            lives = self._lease_log.renew(self._lease)
         except LeaseLost:
             lives = False
         except FAILURES as error:
@@ -373,7 +373,7 @@ class Election:
 
     def _look(self) -> None:
         try:
-            seen = self._keeper_log.look()
+            seen = self._lease_log.look()
         except FAILURES as error:
             self._outage.met(f"etcd at {self._journal.location.address} does not answer: {error}")
             return
@@ -391,9 +391,9 @@ class Election:
         """Say where this coordinator is, and find out where the others are."""
         try:
             if not self._is_registered:
-                self._keeper_log.keep(f"coordinators/{self._me.grpc}", self._me.http.encode())
+                self._lease_log.keep(f"coordinators/{self._me.grpc}", self._me.http.encode())
                 self._is_registered = True
-            found = self._keeper_log.under("coordinators")
+            found = self._lease_log.under("coordinators")
         except FAILURES:
             return
         self._others = tuple(address for address, _ in found if address != self._me.grpc)

@@ -38,7 +38,7 @@ from strata.core.views import LogView, MetricsView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogsSkipped:
-    """Log lines that the stream left out because too many came at once; a search finds them."""
+    """Log lines omitted from the stream because too many arrived at once; a search finds them."""
 
     count: int
 

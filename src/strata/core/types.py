@@ -98,7 +98,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCause:
-    """Why an attempt at a task ended badly: the first failure, not the ones that followed from it."""
+    """Why an attempt at a task failed: the first failure, not the ones that followed from it."""
 
     kind: CauseKind
     message: str

@@ -122,7 +122,7 @@ FIXES = {
 
 def health(_: Targets) -> Iterator[CheckResult]:
     """What an agent examines before it joins (`health`), in a process of its own."""
-    found = health_checks.examine_apart()
+    found = health_checks.examine_in_subprocess()
     names = [*FIXES, *health_checks.user_checks()]
     for name in [*names, *(name for name in found.failed if name not in names)]:
         if (why := found.failed.get(name)) is not None:

@@ -228,31 +228,31 @@ class CoordinatorServicer:
         raise NotImplementedError("Method not implemented!")
 
     def ReportFailure(self, request, context):
-        """How workers of one machine ended, from the agent that started them: it sees it first. A retried call counts once."""
+        """How workers of one machine ended, reported by the agent that started them. A retried call counts once."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
     def AdmitHost(self, request, context):
-        """Whether the agent of a machine may take part in a rendezvous."""
+        """Whether the agent of a machine may join a rendezvous."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
     def AnnounceDrain(self, request, context):
-        """What the cloud, or whoever runs this machine, has announced to its agent: the machine goes."""
+        """The cloud, or an operator of the machine, has announced to its agent that the machine will shut down."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
     def ReportHandover(self, request, context):
-        """An agent leaves its run because its machine goes: what became of it."""
+        """An agent has left its run because its machine shuts down: the outcome."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
 
     def ReportHealth(self, request, context):
-        """What a machine has measured of itself before its agent joins: one that is not fit is quarantined."""
+        """Results of a machine's health checks, before its agent joins: one that is not fit is quarantined."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")
         raise NotImplementedError("Method not implemented!")
@@ -270,7 +270,7 @@ class CoordinatorServicer:
         raise NotImplementedError("Method not implemented!")
 
     def Presence(self, request_iterator, context):
-        """One stream per agent of a rendezvous, open as long as it takes part: the others are notified when it is lost, and
+        """One stream per agent of a rendezvous, open while it is a member: the others are notified when it is lost, and
         each when the rendezvous has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -279,7 +279,7 @@ class CoordinatorServicer:
 
     def Session(self, request_iterator, context):
         """One stream per worker: heartbeats, barrier arrivals and releases, plan changes, commands, log batches. Or one per
-        machine, whose agent says `machine` first and then speaks for its workers: each is a member of the stream.
+        machine, whose agent sends `machine` first and then acts for its workers: each is a member of the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Method not implemented!")

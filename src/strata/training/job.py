@@ -1637,7 +1637,7 @@ class ElasticJob:
             destinations=save.destinations,
             keep=save.keep,
         )
-        self._begun(save, handle)
+        self._note_started(save, handle)
 
     def _drop_left_over(self) -> None:
         self._has_left_over = False
@@ -1649,7 +1649,7 @@ class ElasticJob:
         while not all(gather(self._manager.wait_idle(AWAIT_S))):
             pass
 
-    def _begun(self, save: Save, handle: SaveHandle) -> None:
+    def _note_started(self, save: Save, handle: SaveHandle) -> None:
         self._newest_save = handle
         if save.durable and self._stores:
             self._saving[save.placement.checkpoint_id] = handle
@@ -1701,7 +1701,7 @@ class ElasticJob:
             placement=save.placement,
             must_arrive=save.final,
         )
-        self._begun(save, handle)
+        self._note_started(save, handle)
 
     def _finish(self) -> None:
         """Training has ended here: return when its state is in every destination, or raise what is missing."""

@@ -10,7 +10,7 @@ import grpc.aio
 from strata.errors import StrataError
 from strata.leader import LEADER_METADATA
 
-NOBODY_ANSWERED = (
+NO_RESPONSE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,  # By a coordinator that is stopping; a call cancelled here raises otherwise.
@@ -137,7 +137,7 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> StrataError:
         return StaleWorker(code, text, hint=hint, cause=cause)
     if code:
         return CoordinatorRefused(code, text, hint=hint)
-    if error.code() in NOBODY_ANSWERED:
+    if error.code() in NO_RESPONSE:
         return CoordinatorUnavailable(address, text.rstrip(".") or error.code().name.lower())
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return CoordinatorRefused("forbidden", text, hint="Set STRATA_TOKEN.")

@@ -218,7 +218,7 @@ class Fleet(_Connected):
             worker.session.on_message, worker.session.on_end = _ignore, lambda: None
         return elapsed_s
 
-    def _hear_topology(self, waiting: _Everybody, number: int, data: bytes) -> None:
+    def _on_topology(self, waiting: _Countdown, number: int, data: bytes) -> None:
         message = pb.CoordinatorMessage.FromString(data)
         if message.HasField("topology") and message.topology.world_size == self.size:
             waiting.arrived(number)
@@ -227,9 +227,9 @@ class Fleet(_Connected):
         """Seconds from the death of the last so many workers until each of the others has a generation without all of them."""
         victims, self.workers = self.workers[-count:], self.workers[:-count]
         self.size -= count
-        waiting = _Everybody(self.size)
+        waiting = _Countdown(self.size)
         for number, worker in enumerate(self.workers):
-            worker.session.on_message = partial(self._hear_topology, waiting, number)
+            worker.session.on_message = partial(self._on_topology, waiting, number)
 
         def abort() -> None:
             for victim in victims:
@@ -258,7 +258,7 @@ class AgentSwarm(_Connected):
         self._streams: list[Stream] = []
 
     async def __aenter__(self) -> AgentSwarm:
-        welcomed = _Everybody(len(self._agents))
+        welcomed = _Countdown(len(self._agents))
         for number, name in enumerate(self._agents):
             stream = (await self._connect()).call("Presence")
             stream.on_message = partial(_arrive, welcomed, number)
@@ -272,7 +272,7 @@ class AgentSwarm(_Connected):
         """Seconds from the death of the last agent until each of the others has been notified."""
         name, victim = self._agents.pop(), self._connections.pop()
         self._streams.pop()
-        waiting = _Everybody(len(self._agents))
+        waiting = _Countdown(len(self._agents))
 
         def receive(number: int, data: bytes) -> None:
             if name in pb.PresenceNotice.FromString(data).lost:
@@ -283,7 +283,7 @@ class AgentSwarm(_Connected):
         return await waiting.after(victim.abort)
 
 
-class _Everybody:
+class _Countdown:
     """A count of those who have something, each of them once."""
 
     def __init__(self, count: int) -> None:
@@ -304,7 +304,7 @@ class _Everybody:
         return time.perf_counter() - began_s
 
 
-def _arrive(waiting: _Everybody, number: int, data: bytes) -> None:
+def _arrive(waiting: _Countdown, number: int, data: bytes) -> None:
     waiting.arrived(number)
 
 
@@ -341,7 +341,7 @@ class MachineFleet(_Connected):
 
     async def _join(self, machine: int, connection: Connection) -> Stream:
         stream = connection.call("Session")
-        welcomed = _Everybody(1 + self._ranks_each)
+        welcomed = _Countdown(1 + self._ranks_each)
 
         def receive(data: bytes) -> None:
             message = pb.CoordinatorMessage.FromString(data)
@@ -435,7 +435,7 @@ class MachineFleet(_Connected):
         self.streams = self.streams[:-machines]
         self._machines -= machines
         self.size -= machines * self._ranks_each
-        waiting = _Everybody(self.size)
+        waiting = _Countdown(self.size)
 
         def receive(machine: int, data: bytes) -> None:
             message = pb.CoordinatorMessage.FromString(data)

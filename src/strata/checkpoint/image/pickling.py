@@ -132,8 +132,8 @@ def _is_safe(obj: object) -> bool:
 
 @functools.cache
 def _safe_ids() -> frozenset[int]:
-    tensors_apart = (torch.Tensor, torch.nn.Parameter)  # Those have to be found by the scan.
-    return frozenset(id(known) for known in allowed_globals().values() if known not in tensors_apart)
+    found_by_scan = (torch.Tensor, torch.nn.Parameter)
+    return frozenset(id(known) for known in allowed_globals().values() if known not in found_by_scan)
 
 
 def _tensor(recipe: TensorRecipe, names: _Globals) -> bytes:

@@ -250,7 +250,7 @@ class Sender:
 
     def _send(self, image: Image, manifest: Manifest, peer: Peer, deadline_s: float) -> None:
         began_s = time.monotonic()
-        with _gone_is_overtaken():
+        with _missing_is_overtaken():
             raw = (image.folder / MARK_NAME).read_bytes()
         message = {"op": "put", "slot": image.slot, "length": len(raw)}
         connection = self._connection(peer)
@@ -293,7 +293,7 @@ class Sender:
         deadline_s: float,
     ) -> int:
         part, sent_bytes, pace = manifest.parts[0], 0, Pace(BURST_S)
-        with _gone_is_overtaken():
+        with _missing_is_overtaken():
             opened = (image.folder / FILE_NAME).open("rb", buffering=0)
         with opened as file:
             for number in need:
@@ -325,7 +325,7 @@ class Sender:
 
 
 @contextlib.contextmanager
-def _gone_is_overtaken() -> Iterator[None]:
+def _missing_is_overtaken() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -56,7 +56,7 @@ def audit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Prove from the committed history that each sample was trained exactly once, or list what was not."""
+    """Verify from the committed history that each sample was trained exactly once, or list what was not."""
     if not source and ("/" in dataset or os.path.isdir(dataset)):
         dataset, source = "", dataset
     if by_source:

@@ -33,7 +33,7 @@ Places = Annotated[
     list[str], typer.Argument(metavar="URL", help="Files, folders, globs or URLs, or an index NAME.samples.")
 ]
 Kind = Annotated[
-    str | None, typer.Option("--format", "-f", help="Format of the files, if their suffix does not tell it.")
+    str | None, typer.Option("--format", "-f", help="Format of the files, if their suffix does not imply it.")
 ]
 OnBadRecord = Annotated[
     Literal["raise", "skip"], typer.Option("--on-bad", help="Stop at a bad record, or skip and count it.")

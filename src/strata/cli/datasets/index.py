@@ -56,7 +56,7 @@ def index(
     format: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help="With --samples: format of the files, if their suffix does not tell it."
+            "--format", "-f", help="With --samples: format of the files, if their suffix does not imply it."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -9,18 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from strata.cli.common import DEFAULT_API, Api, console, get, get_rows, timestamp
+from strata.cli.common import DEFAULT_API, DEFAULT_DATA_DIR, Api, DataDir, console, get, get_rows, timestamp
 from strata.coordinator.backup import back_up
 from strata.coordinator.backup import restore as restore_backup
 from strata.errors import StrataError
-
-DataDir = Annotated[
-    Path,
-    typer.Option(
-        envvar="STRATA_DATA_DIR", help="The coordinator's data directory.", show_default="~/.strata"
-    ),
-]
-DEFAULT_DATA_DIR = Path.home() / ".strata"
 
 
 def backup(

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.text import Text
 
-from strata.cli.common import AsJson, console, timestamp
+from strata.cli.common import DEFAULT_DATA_DIR, AsJson, DataDir, console, timestamp
 from strata.coordinator.journal import codec
 from strata.coordinator.journal.sqlite import read_story
 from strata.core.event_text import describe
 from strata.validation import nearest
 
-DEFAULT_DATA_DIR = Path.home() / ".strata"
 STYLES = {"error": "bold red", "warning": "yellow", "success": "green"}
 """Of a kind's name, by severity."""
 
 
 def replay(
-    data_dir: Annotated[
-        Path, typer.Option(envvar="STRATA_DATA_DIR", help="The coordinator's data directory.")
-    ] = DEFAULT_DATA_DIR,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     json: AsJson = False,
     kind: Annotated[list[str] | None, typer.Option(help="Only events of this kind; may be repeated.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Only the newest N.")] = None,

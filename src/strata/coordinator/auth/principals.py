@@ -79,5 +79,5 @@ class Principal:
             raise Forbidden(
                 "The call does not name the worker's incarnation.",
                 status=403,
-                hint="Send the `incarnation` that RegisterWorker answered.",
+                hint="Send the `incarnation` that RegisterWorker returned.",
             )

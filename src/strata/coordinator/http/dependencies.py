@@ -19,7 +19,7 @@ from strata.core import checks
 
 Responses = dict[int | str, dict[str, Any]]
 
-NOT_FOUND: Responses = {404: {"model": ErrorBody, "description": "No such thing"}}
+NOT_FOUND: Responses = {404: {"model": ErrorBody, "description": "Not found"}}
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 NameFilter = Annotated[str | None, Query(max_length=checks.NAME_LIMIT)]

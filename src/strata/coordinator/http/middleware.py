@@ -48,7 +48,7 @@ _STATUSES = {
 
 
 class ErrorBody(BaseModel):
-    """What every refused call answers."""
+    """The body of every error response."""
 
     code: str = Field(description="Stable, for programs", examples=["invalid_argument"])
     message: str = Field(description="What happened")

@@ -50,7 +50,7 @@ LOGGED_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelView:
-    """One channel, without what is secret about it."""
+    """One channel, without its secrets."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ class NotifyView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryView:
-    """What became of a test notification."""
+    """The outcome of a test notification."""
 
     channel: str
     kind: str

@@ -71,7 +71,7 @@ class LossView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedView:
-    """Beside restarting from the newest durable checkpoint each time."""
+    """Compared with restarting from the newest durable checkpoint each time."""
 
     recoveries: int
     """Those that resumed further than that."""

@@ -50,7 +50,7 @@ _PEER_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """What ended a worker, in its own words."""
+    """The error that ended a worker, as it reported it."""
 
     type: str
     message: str
@@ -107,7 +107,7 @@ def root_cause(errors: list[WorkerError]) -> WorkerError | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """All that is known of how one worker ended."""
+    """Everything known about how one worker ended."""
 
     rank: int | None = None
     host: str = ""

@@ -222,8 +222,8 @@ class Incidents:
             number=before.incident_id,
         )
         stops = "stop" in (before.decision, command.decision)
-        nobody_said = not before.decision or all(is_lost(one) or one.hangs for one in before.failures)
-        said = command if command.decision == "stop" or nobody_said else before
+        is_undecided = not before.decision or all(is_lost(one) or one.hangs for one in before.failures)
+        said = command if command.decision == "stop" or is_undecided else before
         opened = replace(opened, decision="stop" if stops else said.decision, reason=said.reason or UNSAID)
         if command.decision == "stop" and incident.is_open:
             return [opened, self._close(incident, "stopped", opened.reason, cost, now)]

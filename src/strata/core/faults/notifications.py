@@ -114,7 +114,7 @@ def default_rules() -> dict[Rule, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """One thing to tell people, as `/api/notifications` and the event stream show it. Times are Unix seconds."""
+    """One notification, as `/api/notifications` and the event stream show it. Times are Unix seconds."""
 
     id: int
     """Numbered once, also over restarts of the coordinator."""

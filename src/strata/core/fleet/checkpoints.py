@@ -276,7 +276,7 @@ class Checkpoints:
         if isinstance(event, CheckpointRemoved):
             assert known is not None
             self.records[event.checkpoint_id] = replace(known, removed=True, reason=event.reason)
-            self._take_away(known)
+            self._remove_from_timelines(known)
             return
         self.records[event.checkpoint_id] = _recorded(event, known)
         if isinstance(event, CheckpointCompleted):
@@ -307,7 +307,7 @@ class Checkpoints:
         if not in_order:
             self._with_data[job] = {each: None for each in timeline if self.records[each].data_json}
 
-    def _take_away(self, record: CheckpointRecord) -> None:
+    def _remove_from_timelines(self, record: CheckpointRecord) -> None:
         for order in (self._timelines, self._with_data):
             order.get(record.job_id, {}).pop(record.checkpoint_id, None)
 
@@ -316,7 +316,7 @@ class Checkpoints:
         oldest = next((r for r in self.records.values() if r.checkpoint_id not in latest), None)
         if oldest is not None:
             del self.records[oldest.checkpoint_id]
-            self._take_away(oldest)
+            self._remove_from_timelines(oldest)
 
     def forget(self, checkpoints: Iterable[CheckpointId]) -> None:
         """Of what no recovery can use: nothing that exists has changed."""

@@ -291,7 +291,7 @@ class Datasets:
             return self.plans[key].plan, key[2]
         epochs = self.epochs(key[0], key[1])
         if not epochs:
-            return _nobody(self.specs[key[1]]), -1
+            return _unassigned(self.specs[key[1]]), -1
         return self.plans[(key[0], key[1], epochs[-1])].plan, epochs[-1]
 
     # --- observations ---------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class Datasets:
     def _moved(self, event: ShardsMoved) -> None:
         key = (event.job_id, event.dataset_id, event.epoch)
         if event.base_epoch < 0:
-            base = _nobody(self.specs[event.dataset_id])
+            base = _unassigned(self.specs[event.dataset_id])
         else:
             base = self.plans[(event.job_id, event.dataset_id, event.base_epoch)].plan
         moves = Moves.from_owners(event.moved)
@@ -388,7 +388,7 @@ def _history(
     for (job, dataset_id, epoch), entry in plans:
         # First all that stayed where it was, former owners included, then what moved last.
         plan, last = entry.plan, Moves.from_owners(entry.moved)
-        every = moves_between(_nobody(specs[dataset_id]), plan)
+        every = moves_between(_unassigned(specs[dataset_id]), plan)
         rest = ~np.isin(every.shards, last.shards)
         stayed = replace(every, shards=every.shards[rest], to=every.to[rest])
         settled = ShardsMoved(
@@ -406,8 +406,8 @@ def _history(
         yield replace(settled, base_epoch=epoch, workers=plan.workers, moved=entry.moved)
 
 
-def _nobody(spec: DatasetSpec) -> ShardPlan:
-    """The plan before the first: nobody has anything."""
+def _unassigned(spec: DatasetSpec) -> ShardPlan:
+    """The plan before the first: all shards are unassigned."""
     return first_plan([], spec.shard_count, salt=spec.dataset_id)
 
 

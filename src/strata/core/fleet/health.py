@@ -31,7 +31,7 @@ MEASURES_LIMIT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthView:
-    """What a machine has measured of itself. Times are Unix seconds."""
+    """Results of a machine's health checks. Times are Unix seconds."""
 
     host: str
     kind: str

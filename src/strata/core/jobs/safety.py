@@ -38,7 +38,7 @@ _DISKS = frozenset({"nvme", "local", "disk", "file"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Where a checkpoint lies, or one part of it."""
+    """Where a checkpoint is stored, or one part of it."""
 
     checkpoint_id: str
     step: int
@@ -64,7 +64,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What would be lost if something of a domain failed now."""
+    """What would be lost if one failure domain failed now."""
 
     domain: Domain
     label: str
@@ -77,7 +77,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Safety:
-    """What is known of the copies of a run."""
+    """The known copies of a run's checkpoints."""
 
     run: str
     """The job or the run's id, as it was asked for."""

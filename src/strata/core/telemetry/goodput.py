@@ -25,7 +25,7 @@ LONGEST_S = 10 * 365 * 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputView:
-    """Worker-seconds of one job, by what they went into."""
+    """Worker-seconds of one job, by activity."""
 
     job_id: str
     task_id: str | None

@@ -99,7 +99,7 @@ class RunView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfoView(RunView):
-    """A run with what people have written about it and how its latest start was made."""
+    """A run with its tags, its notes and how it was last started."""
 
     notes: str
     details: RunDetails | None
@@ -161,7 +161,7 @@ class CurveView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbandonedView(CurveView):
-    """What a start logged after the step that a later one went back to."""
+    """What a start logged after the step that a later one resumed at."""
 
     generation: int
 

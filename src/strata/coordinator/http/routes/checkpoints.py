@@ -48,7 +48,7 @@ async def checkpoints(runtime: TheRuntime, request: Request) -> Response:
 @router.post(
     "/checkpoints/{checkpoint_id}/verify",
     response_model=VerificationView,
-    responses={202: {"model": VerificationView, "description": "It is being read"}, **NOT_FOUND},
+    responses={202: {"model": VerificationView, "description": "Verification is in progress"}, **NOT_FOUND},
 )
 async def verify_checkpoint(
     runtime: TheRuntime, principal: ThePrincipal, checkpoint_id: NameInPath

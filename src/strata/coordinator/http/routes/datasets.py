@@ -35,7 +35,7 @@ from strata.core.messages import (
 router = APIRouter(prefix="/api/datasets", tags=["data"])
 
 _REGISTERED: Responses = {
-    200: {"model": views.DatasetView, "description": "Registered already"},
+    200: {"model": views.DatasetView, "description": "Already registered, with the same values"},
     409: {"model": ErrorBody, "description": "It exists already, and differs"},
 }
 _IN_USE: Responses = {409: {"model": ErrorBody, "description": "A task reads it"}}

@@ -127,6 +127,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere() -> None:
         ]
     assert foreign == []
     for expected, words in {
+        "reference": 'href="cli/"',
         "reference/cli": "strata checkpoint verify",
         "reference/http": "/api/dashboard",
         "reference/grpc": "RegisterWorkerRequest",

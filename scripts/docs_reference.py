@@ -175,8 +175,8 @@ def row(parameter: Any, context: Any) -> str:
     empty = default is None or callable(default) or default in ("", (), [], False)
     shown = "" if empty or parameter.required else f"`{default}`"
     about = plain(getattr(parameter, "help", None) or "")
-    if not shown and (said := re.fullmatch(r"(.+) \[([^\[\]]+)\]", about, re.S)):  # One that is only known when it runs.
-        about, shown = said[1], said[2]
+    if not shown and (said := re.fullmatch(r"(.+) \[([^\[\]]+)\]", about, re.S)):
+        about, shown = said[1], said[2]  # One that depends on something else, as its help says it.
     variable = parameter.envvar
     if variable:
         about += f" Environment: `{variable if isinstance(variable, str) else ', '.join(variable)}`."

@@ -6,6 +6,7 @@ import os.path
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -91,6 +92,13 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
         tuple(str(cell).replace(home, "~") for cell in row) for row in documented(CoordinatorSettings)
     ]
     assert shown == expected, "\n".join("| `{}` | `{}` | `{}` | {} |".format(*row) for row in expected)
+
+
+def test_the_table_of_extras_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quick-start.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(shown) == sorted(set(project["optional-dependencies"]) - {"docs", "dev"})
 
 
 class Loads(HTMLParser):

@@ -82,17 +82,27 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def install_modules(node: Path, *, tell: Callable[[str], None] = say) -> None:
-    """The packages named in the lock file, when they are not there already."""
-    lock = SOURCES / "package-lock.json"
-    wanted = hashlib.sha256(lock.read_bytes()).hexdigest()
-    stamp = SOURCES / "node_modules" / ".installed"
-    if stamp.exists() and stamp.read_text() == wanted:
+def install_modules(node: Path, *, folder: Path = SOURCES, tell: Callable[[str], None] = say) -> None:
+    """The packages named in the lock file of the folder, when they are not there already."""
+    if has_modules(folder):
         return
     tell("installing its packages")
     # Not `npm ci`: it refuses a lock file that does not name the binaries of every other platform.
-    _npm(node, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error")
-    stamp.write_text(wanted)
+    _npm(node, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error", folder=folder)
+    _modules_stamp(folder).write_text(_lock_digest(folder))
+
+
+def has_modules(folder: Path) -> bool:
+    stamp = _modules_stamp(folder)
+    return stamp.exists() and stamp.read_text() == _lock_digest(folder)
+
+
+def _modules_stamp(folder: Path) -> Path:
+    return folder / "node_modules" / ".installed"
+
+
+def _lock_digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "package-lock.json").read_bytes()).hexdigest()
 
 
 def find_node(bin_folder: Path | None = None) -> Path | None:
@@ -118,10 +128,10 @@ def environment(node: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{node}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
-def _npm(node: Path, *arguments: str) -> None:
+def _npm(node: Path, *arguments: str, folder: Path = SOURCES) -> None:
     said = subprocess.run(
         [str(node / "npm"), *arguments],
-        cwd=SOURCES,
+        cwd=folder,
         env=environment(node),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -23,6 +23,13 @@ GATHERED = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
 PAGES = {"ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files of the repository's root that are pages of the site."""
+GENERATED = {
+    "Command line": "cli.md",
+    "Python": "python/strata.md",
+    "HTTP API": "http.md",
+    "gRPC": "grpc.md",
+}
+"""Pages that only the site has, by how the index of the references begins their lines."""
 LINK = re.compile(r"(?<!`)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 LANGUAGES = {
     ".py": "python",
@@ -55,6 +62,8 @@ def gather() -> None:
     for path in GATHERED.rglob("*.md"):
         name = path.relative_to(GATHERED).as_posix()
         path.write_text(with_links(path.read_text(), of=f"docs/{name}"))
+    index = GATHERED / "reference" / "index.md"
+    index.write_text(with_generated_pages(index.read_text()))
     pages = docs_reference.pages()
     for name in ("ARCHITECTURE.md", "CHANGELOG.md"):
         pages[PAGES[name]] = with_links((ROOT / name).read_text(), of=name)
@@ -94,6 +103,15 @@ def with_links(markdown: str, *, of: str) -> str:
         return f"]({os.path.relpath(there, PurePosixPath(here).parent)}{link[2] or ''})"
 
     return LINK.sub(rewritten, markdown)
+
+
+def with_generated_pages(index: str) -> str:
+    """The index of the references, whose lines lead to pages that a repository cannot have."""
+    for name, page in GENERATED.items():
+        index, count = re.subn(rf"^- {name}:", f"- [{name}]({page}):", index, flags=re.M)
+        if count != 1:
+            raise ValueError(f"docs/reference/index.md has {count} lines that begin with '- {name}:'")
+    return index
 
 
 def source_page(path: str) -> str:

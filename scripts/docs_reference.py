@@ -157,7 +157,7 @@ def described(words: list[str], command: Any) -> list[str]:
         ]
     rows = [row(parameter, context) for parameter in command.get_params(context) if parameter.name != "help"]
     if rows := [each for each in rows if each]:
-        lines += ["| | default | |", "|---|---|---|", *rows, ""]
+        lines += ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""]
     return lines
 
 
@@ -175,6 +175,8 @@ def row(parameter: Any, context: Any) -> str:
     empty = default is None or callable(default) or default in ("", (), [], False)
     shown = "" if empty or parameter.required else f"`{default}`"
     about = plain(getattr(parameter, "help", None) or "")
+    if not shown and (said := re.fullmatch(r"(.+) \[([^\[\]]+)\]", about, re.S)):
+        about, shown = said[1], said[2]  # One that depends on something else, as its help says it.
     variable = parameter.envvar
     if variable:
         about += f" Environment: `{variable if isinstance(variable, str) else ', '.join(variable)}`."

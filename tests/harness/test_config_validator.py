@@ -144,6 +144,7 @@ def test_a_good_configuration_has_nothing_to_say() -> None:
         ({"model__n_embd": 65}, "model.n_embd", "n_embd (65) must be a multiple of n_head (2)"),
         ({"model__dropout": 1.5}, "model.dropout", "dropout (1.5) cannot exceed 1"),
         ({"data__files": [1]}, "data.files", "must be a list of names"),
+        ({"data__files": [" "]}, "data.files", "files must be a list of names, not a list ([' '])"),
         ({"data__files": ["a", 1, 2]}, "data.files", "must be a list of names, not a list (['a', 1, 2])"),
         ({"parallel__tp": 3}, "parallel.tp", "n_head (2) must be a multiple of tp (3)"),
         ({"parallel__dp": "all"}, "parallel.dp", "Unknown dp 'all'. Valid options: ['auto']"),

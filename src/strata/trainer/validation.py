@@ -97,7 +97,7 @@ NAMES: Schema = {
     "title": "a list of names",
     "type": ["string", "array"],
     "pattern": r"\S",
-    "items": {"type": "string"},
+    "items": {"type": "string", "pattern": r"\S"},
 }
 SEED: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
 """What torch takes."""

@@ -86,10 +86,8 @@ def test_all_errors_come_at_once_and_warnings_alone_pass_unless_strict(tmp_path:
     assert "2 errors, 1 warning" in output
     doubtful = COMPLETE + "model:\n  d_model: 64\n"
     code, output = run(tmp_path, doubtful)
-    assert (code, "model.d_model: unknown key, it changes nothing (did you mean 'n_embd'?)" in output) == (
-        0,
-        True,
-    )
+    assert code == 0
+    assert "model.d_model: unknown key, it changes nothing (did you mean 'model.n_embd'?)" in output
     assert run(tmp_path, doubtful, "--strict")[0] == 1
 
 

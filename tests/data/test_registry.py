@@ -87,6 +87,23 @@ def test_epochs_advance() -> None:
     assert registry.current_epoch == 1
 
 
+def test_a_dataset_advances_by_itself_too() -> None:
+    registry = DatasetRegistry()
+    registry.register_worker("w")
+    for dataset in ("a", "b"):
+        registry.register_dataset(dataset, 1_000, 10)
+    assert (registry.worker_count, registry.dataset_count) == (1, 2)
+    assert registry.advance_epoch("a") == registry.current_epoch("a") == 1
+    assert registry.current_epoch("b") == registry.current_epoch == 0
+    assert {shard.epoch for shard in registry.get_shards("a", "w")} == {1}
+    assert registry.get_shards("a", "w") == registry.get_shards("a", "w", 1)
+    assert registry.get_shards("b", "w") == registry.get_shards("b", "w", 0)
+    assert registry.advance_epoch() == 1
+    assert (registry.current_epoch("a"), registry.current_epoch("b")) == (2, 1)
+    with pytest.raises(Unknown, match="dataset"):
+        registry.advance_epoch("c")
+
+
 def test_an_old_epoch_can_be_asked_for_after_many_others() -> None:
     manager = ShardManager()
     manager.register_dataset_params("d", 100, 10)

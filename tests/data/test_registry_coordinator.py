@@ -103,7 +103,7 @@ def test_shards_of_another_worker_are_given_by_its_id(coordinator: Coordinator, 
 def test_who_is_no_worker_may_ask_about_one_and_does_not_become_one(
     coordinator: Coordinator, files: Path
 ) -> None:
-    registry = DatasetRegistry(f"http://{coordinator.address}")
+    registry = DatasetRegistry(coordinator_url=f"http://{coordinator.address}")
     with TrainingOrchestrator(coordinator.address) as worker:
         registry.register("d", files, "jsonl", shard_size=25)
         with pytest.raises(StrataError, match="there are 0 workers"):

@@ -136,6 +136,12 @@ def test_options_reach_the_client_under_the_names_of_boto(monkeypatch: pytest.Mo
             assert settings.config["endpoint"] == endpoint
 
 
+def test_a_configuration_has_the_defaults_of_earlier_versions() -> None:
+    config = S3Config("bucket")
+    assert (config.connect_timeout, config.read_timeout) == (10.0, 60.0)
+    assert (config.max_retries, config.retry_mode) == (3, "adaptive")
+
+
 def test_a_backend_is_made_as_in_earlier_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")

@@ -323,6 +323,15 @@ def test_without_min_lr_the_ratio_decides() -> None:
     assert optim.param_groups[0]["lr"] == pytest.approx(5e-4)
 
 
+def test_with_neither_the_rate_ends_at_zero() -> None:
+    optim = optimizer(1e-3)
+    scheduler = create_lr_scheduler_with_warmup(optim, 1, 2)
+    for _ in range(3):
+        optim.step()
+        scheduler.step()
+    assert optim.param_groups[0]["lr"] == 0.0
+
+
 def test_a_ramp_can_be_asked_for_any_step_and_does_not_move() -> None:
     ramp = WarmupScheduler(0.0, 1.0, 10)
     assert [ramp.get_lr(step) for step in (0, 5, 10, 99)] == [0.0, 0.5, 1.0, 1.0]

@@ -106,6 +106,11 @@ def test_a_run_that_crashes_twice_ends_with_the_model_and_the_history_of_one_tha
     assert [(report.exact, report.dropped.size) for report in reports] == [(True, 67 % 8)] * 3
 
 
+def test_how_many_checkpoints_are_kept_is_also_said_without_options(tmp_path: Path) -> None:
+    _callback(tmp_path, keep_count=1).attach(_trainer(tmp_path, num_train_epochs=1)).train()
+    assert len(list((tmp_path / "strata").glob("*.manifest.json"))) == 1
+
+
 def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
     first = _callback(tmp_path).attach(_trainer(tmp_path, num_train_epochs=1))
     first.train()

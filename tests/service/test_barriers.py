@@ -81,7 +81,7 @@ def test_last_arrival_releases_everyone_in_order_of_arrival(shared: Coordinator)
                 third = c.barrier("epoch", 1)
         results = [first.result(30), second.result(30), third]
     assert [r.arrival_order for r in results] == [0, 1, 2]
-    assert {r.participants for r in results} == {3}
+    assert {(r.participants, r.released) for r in results} == {(3, True)}
 
 
 def test_one_name_serves_repeatedly(shared: Coordinator) -> None:

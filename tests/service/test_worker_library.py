@@ -42,7 +42,7 @@ def test_heartbeats_carry_state_and_metrics(shared: Coordinator, worker: Trainin
     config = worker.register_worker("beats", port=7, gpu_count=0, memory_bytes=123, metadata={"zone": "b"})
     assert (config.rank, config.world_size) == (0, 1)
     assert config.heartbeat_interval_s == 1.0
-    worker.heartbeat(41, 2, state="training", task="task-1")
+    assert worker.heartbeat(41, 2, state="training", task="task-1")
     seen = eventually(
         lambda: w if (w := shown(shared, "beats"))["current_step"] == 41 and w["resources"] else None,
         within_s=30,

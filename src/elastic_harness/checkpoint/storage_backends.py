@@ -53,17 +53,17 @@ class CheckpointLoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class S3Config:
-    """A bucket and how to reach it, for `S3Backend`."""
+    """A bucket and how to reach it, for `S3Backend`. The defaults are those of earlier versions."""
 
     bucket: str
     prefix: str = ""
     region: str | None = None
-    connect_timeout: float = 5.0
+    connect_timeout: float = 10.0
     """Seconds."""
     read_timeout: float = 60.0
     """Seconds for one request."""
-    max_retries: int = 6
-    retry_mode: str = "standard"
+    max_retries: int = 3
+    retry_mode: str = "adaptive"
     """`standard`, `adaptive` or `legacy`, for older callers: pauses between attempts grow in each of them."""
     endpoint_url: str | None = None
 

@@ -54,14 +54,18 @@ class StrataCallback(TrainerCallback):
         coordinator: str | None = None,
         sinks: Sequence[Sink] = (),
         name: str = "data",
+        keep_count: int | None = None,
     ) -> None:
         """`checkpoints` are destinations, near to far; the same ones continue the same run. With `global_batch_size`,
         `gradient_accumulation_steps` is set to what that takes with the ranks there are, so that a step is the same at any number
         of them. `options` say how often to save; `coordinator` and `sinks` are where metrics go. `name` is what the ledger calls the
-        data. See `strata.elastic`."""
+        data; `keep_count` is that of `options`. See `strata.elastic`."""
         self.global_batch_size = global_batch_size
         self._checkpoints = checkpoints
-        self._options = dataclasses.replace(options or ElasticOptions(), commit_on="batch")
+        options = options or ElasticOptions()
+        self._options = dataclasses.replace(
+            options, commit_on="batch", keep_count=options.keep_count if keep_count is None else keep_count
+        )
         self._coordinator = coordinator
         self._sinks = tuple(sinks)
         self._name = name

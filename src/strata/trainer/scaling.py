@@ -592,12 +592,12 @@ def create_lr_scheduler_with_warmup(
     total_steps: int,
     min_lr: float | None = None,
     *,
-    min_lr_ratio: float = 0.1,
+    min_lr_ratio: float = 0.0,
 ) -> LambdaLR:
     """`cosine_factor` as a PyTorch scheduler, for loops that use one.
 
     `min_lr` is the rate every parameter group ends at; a group that starts below it keeps its own. Without it each
-    group ends at `min_lr_ratio` of its rate.
+    group ends at `min_lr_ratio` of its rate, by default at 0.
     """
     from torch.optim.lr_scheduler import LambdaLR
 

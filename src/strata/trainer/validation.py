@@ -97,7 +97,7 @@ NAMES: Schema = {
     "title": "a list of names",
     "type": ["string", "array"],
     "pattern": r"\S",
-    "items": {"type": "string"},
+    "items": {"type": "string", "pattern": r"\S"},
 }
 SEED: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
 """What torch takes."""
@@ -824,14 +824,20 @@ def _unknown(section: object, key: object = None) -> str:
     if key is None:
         return "unknown section" + nearest(section, SECTIONS, OTHER_NAMES[""])
     name = str(section)
-    return "unknown key, it changes nothing" + nearest(key, SECTIONS[name], OTHER_NAMES[name])
+    return "unknown key, it changes nothing" + nearest(
+        key, SECTIONS[name], OTHER_NAMES[name], section=f"{name}."
+    )
 
 
-def nearest(name: object, known: Collection[str], other_names: Mapping[str, str] | None = None) -> str:
-    """How a sentence about an unknown name ends."""
+def nearest(
+    name: object, known: Collection[str], other_names: Mapping[str, str] | None = None, *, section: str = ""
+) -> str:
+    """How a sentence about an unknown name ends. `section` is named before the one that was meant, unless that has its own."""
     other_names = other_names or {}
     lowered = str(name).lower().replace("-", "_")
     meant = other_names.get(lowered) or closest(lowered, known)
+    if meant and "." not in meant:
+        meant = section + meant
     return f" (did you mean '{meant}'?)" if meant else f"; known are {', '.join(known)}"
 
 

@@ -186,8 +186,9 @@ class TrainingOrchestrator:
         state: str | None = None,
         task: str | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Report the position of training. Returns at once: the next heartbeat carries it."""
+    ) -> bool:
+        """Report the position of training. Returns at once: the next heartbeat carries it, if this worker is registered, and then
+        the answer is True."""
         status = pb.WorkerStatus()
         status.CopyFrom(self._session.status)
         if current_step is not None:
@@ -202,6 +203,7 @@ class TrainingOrchestrator:
             status.metrics.update(metrics)
         self._session.status = status
         self._session.must_be_current()
+        return self.is_current
 
     @property
     def topology(self) -> Topology:

@@ -54,6 +54,11 @@ class BarrierResult:
     """0 for the first to arrive."""
     generation: int
 
+    @property
+    def released(self) -> bool:
+        """Always: one that breaks or times out raises `BarrierBroken`."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:

@@ -64,17 +64,23 @@ class CoordinatorDatasets(Protocol):
 
 
 class Epoch(int):
-    """The current epoch; reads the same with and without a call."""
+    """The current epoch; reads the same with and without a call, which may ask for that of one dataset."""
 
-    def __call__(self) -> int:
-        return int(self)
+    of_datasets: Mapping[str, int]
+    """Those that have advanced by themselves."""
+
+    def __call__(self, dataset_id: str = "") -> int:
+        return self.of_datasets.get(dataset_id, int(self))
 
 
 class DatasetRegistry:
-    def __init__(self, coordinator: CoordinatorDatasets | str | None = None) -> None:
-        """`coordinator` is a `TrainingOrchestrator`, or the address of a coordinator: then `register_worker` joins its
-        fleet, and `close` ends the connection."""
+    def __init__(
+        self, coordinator: CoordinatorDatasets | str | None = None, *, coordinator_url: str | None = None
+    ) -> None:
+        """`coordinator` is a `TrainingOrchestrator`, or the address of a coordinator (also `coordinator_url`): then
+        `register_worker` joins its fleet, and `close` ends the connection."""
         self._own: TrainingOrchestrator | None = None
+        coordinator = coordinator_url if coordinator is None else coordinator
         if isinstance(coordinator, str):
             from strata.worker.orchestrator import TrainingOrchestrator
 
@@ -89,6 +95,8 @@ class DatasetRegistry:
         self._shards = ShardManager()
         self._readers: dict[str, DatasetReader | None] = {}
         self._epoch = 0
+        self._epochs: dict[str, int] = {}
+        """Of the datasets that have advanced by themselves."""
 
     # Registering --------------------------------------------------------------------------------------------
 
@@ -141,6 +149,10 @@ class DatasetRegistry:
         self._alone("datasets()", "GET /api/datasets lists them.")
         return self._shards.datasets()
 
+    @property
+    def dataset_count(self) -> int:
+        return len(self.datasets())
+
     def spec(self, dataset_id: str) -> DatasetSpec:
         return self._shards.spec(dataset_id)
 
@@ -167,21 +179,34 @@ class DatasetRegistry:
         self._alone("active_workers()", "GET /api/workers lists them.")
         return self._shards.workers()
 
+    @property
+    def worker_count(self) -> int:
+        return len(self.active_workers())
+
     # Epochs -------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> Epoch:
-        return Epoch(self._epoch)
+        epoch = Epoch(self._epoch)
+        epoch.of_datasets = self._epochs
+        return epoch
 
-    def advance_epoch(self) -> int:
+    def advance_epoch(self, dataset_id: str = "") -> int:
+        """Of every dataset, or of one; the epoch from here on."""
+        if dataset_id:
+            if self._coordinator is None:
+                self._shards.spec(dataset_id)  # Raises for one that is not registered.
+            self._epochs[dataset_id] = self.current_epoch(dataset_id) + 1
+            return self._epochs[dataset_id]
         self._epoch += 1
+        self._epochs = {each: epoch + 1 for each, epoch in self._epochs.items()}
         return self._epoch
 
     # Shards -------------------------------------------------------------------------------------------------
 
     def get_shards(self, dataset_id: str, worker_id: str = "", epoch: int | None = None) -> list[Shard]:
         """The shards of a worker, in the order to read them. With a coordinator, by default those of this process's worker."""
-        epoch = self._epoch if epoch is None else epoch
+        epoch = self.current_epoch(dataset_id) if epoch is None else epoch
         if self._coordinator is not None:
             return self._assigned(dataset_id, epoch, worker_id=worker_id)
         self._shards.spec(dataset_id)
@@ -198,7 +223,7 @@ class DatasetRegistry:
     def get_shard(self, dataset_id: str, worker_rank: int, epoch: int | None = None) -> list[str]:
         """The files that the worker of this rank reads in an epoch, each once."""
         if self._coordinator is not None:
-            epoch = self._epoch if epoch is None else epoch
+            epoch = self.current_epoch(dataset_id) if epoch is None else epoch
             shards = self._assigned(dataset_id, epoch, worker_rank=worker_rank)
             if dataset_id in self._readers and self._readers[dataset_id] is None:
                 raise self._no_files(dataset_id)

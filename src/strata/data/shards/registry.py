@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from strata.core.messages import DatasetSpec, InvalidArgument, Unknown
@@ -66,7 +67,7 @@ class CoordinatorDatasets(Protocol):
 class Epoch(int):
     """The current epoch; reads the same with and without a call, which may ask for that of one dataset."""
 
-    of_datasets: Mapping[str, int]
+    of_datasets: Mapping[str, int] = MappingProxyType({})
     """Those that have advanced by themselves."""
 
     def __call__(self, dataset_id: str = "") -> int:

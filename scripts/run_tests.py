@@ -37,14 +37,17 @@ LONGEST = {
     "tests/checkpoint": 2,
     "tests/harness": 2,
     "tests/data": 2,
-    "tests/tasks": 1,
     "tests/launch": 2,
     "tests/dashboard": 2,
+    "tests/sim": 1,
+    "tests/faults": 1,
+    "tests/tasks": 1,
+    "tests/cli": 1,
     "tests/integrations": 1,
-    "tests/packaging": 1,
+    "tests/rendezvous": 1,
     "tests/core": 1,
     "tests/bench": 1,
-    "tests/cli": 1,
+    "tests/stores": 1,
 }
 """Started first, in this order, so that none of them is left for the end; and into how many parts each is dealt out."""
 OUTCOMES = ("passed", "failed", "skipped")

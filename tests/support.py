@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.error
@@ -158,6 +159,12 @@ class Coordinator:
             with error:
                 text = error.read()
                 return error.code, json.loads(text) if text else text
+
+
+def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Debian's Python 3.11 has no filters yet, and later versions want one."""
+    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+    archive.extractall(folder)
 
 
 def eventually(

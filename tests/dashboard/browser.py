@@ -36,7 +36,7 @@ def npx(*command: str, **environment: str) -> None:
     """Runs one of the dashboard's own tools; its output is the error message."""
     npx = program("npx")
     node = Path(npx).parent
-    build_dashboard.install_modules(node)
+    build_dashboard.install_modules(node, build_dashboard.SOURCES)
     ran = subprocess.run(
         [npx, "--no-install", *command],
         cwd=build_dashboard.SOURCES,
@@ -58,7 +58,7 @@ class Browser:
 
     def __init__(self, base: str, **settings: Any) -> None:
         chromium, node = program("chromium"), program("node")
-        build_dashboard.install_modules(Path(node).parent)
+        build_dashboard.install_modules(Path(node).parent, build_dashboard.SOURCES)
         self.base = base
         self._number = 0
         self._process = subprocess.Popen(

@@ -27,7 +27,7 @@ TYPES = {kind_of(event): event for event in get_args(Event)}
 
 def test_the_demos_events_are_published_by_the_core_as_they_are(program: Callable[[str], str]) -> None:
     node = program("node")
-    build_dashboard.install_modules(Path(node).parent)
+    build_dashboard.install_modules(Path(node).parent, build_dashboard.SOURCES)
     played = subprocess.run(
         [node, "--input-type=module", "--eval", PLAY],
         cwd=build_dashboard.SOURCES,

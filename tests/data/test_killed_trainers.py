@@ -24,7 +24,7 @@ from strata.core.data.spans import Spans, expanded
 from strata.data.history import audit, commits_of
 from strata.shared_memory import forget_jobs
 from tests.data.trainer import DATASET
-from tests.support import Coordinator, eventually
+from tests.support import Coordinator, eventually, kill_together
 
 pytestmark = pytest.mark.timeout(600)  # Five fleets, one after the other, import torch.
 
@@ -77,8 +77,7 @@ class Fleet:
         pytest.fail(f"the trainers ended before step {step}")
 
     def kill(self, *ranks: int) -> None:
-        for rank in ranks:
-            os.kill(self.pids[rank], signal.SIGKILL)
+        kill_together(*(self.pids[rank] for rank in ranks))
 
     def end(self) -> None:
         """Train to the end of the epoch."""

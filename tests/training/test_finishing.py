@@ -22,7 +22,7 @@ from strata.checkpoint.verify import verify_store
 from strata.data.history import audit_epochs
 from strata.launch.coordinator import CoordinatorProcess
 from strata.stores import open_store
-from tests.support import eventually
+from tests.support import eventually, kill_together
 from tests.support_seaweed import seaweed
 
 ROOT = Path(__file__).parents[2]
@@ -112,11 +112,6 @@ def steps_in(url: str) -> list[int]:
     return sorted(entry.manifest.step for entry in Catalog(open_store(url)).list().entries)
 
 
-def kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
 def assert_continues(tmp_path: Path, kind: str, destinations: Sequence[str], *, workers: int = 2) -> None:
     """Another machine, which has nothing in memory, continues at the snapshot and trains every sample exactly once."""
     with agent(tmp_path / "next", kind, destinations, workers=workers, stand_at=0) as following:
@@ -132,7 +127,7 @@ def test_newest_snapshot_is_durable_after_all_workers_were_killed(tmp_path: Path
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     with agent(tmp_path / "one", kind, [near, far]) as running:
         images = 2 if kind == "fsdp" else 1
-        kill(running.await_standing([0, 1], images=images))
+        kill_together(*running.await_standing([0, 1], images=images))
         assert running.wait() != 0
         said = running.output()
     for place in (near, far):
@@ -174,8 +169,8 @@ def test_newest_snapshot_of_a_run_of_its_own_is_durable_after_its_worker_was_kil
         eventually(standing.exists, within_s=LIMIT_S, what=running.output)
         first = int(standing.read_text())
         standing.unlink()
-        kill([first])
-        kill(running.await_standing([0]))  # And there it ends: one restart an hour.
+        kill_together(first)
+        kill_together(*running.await_standing([0]))  # And there it ends: one restart an hour.
         assert running.wait() == 1, running.output()
     finally:
         if process.poll() is None:
@@ -216,7 +211,7 @@ def test_newest_snapshot_is_in_object_storage_after_all_workers_were_killed(
         bucket = "s3://finishing/run"
         open_store("s3://finishing/made").put("k", b"the bucket exists now")
         with agent(tmp_path / "one", "ddp", [bucket]) as running:
-            kill(running.await_standing([0, 1]))
+            kill_together(*running.await_standing([0, 1]))
             assert running.wait() != 0
         assert steps_in(bucket) == [DURABLE, SNAPSHOT], running.output()
         assert_continues(tmp_path, "ddp", [bucket])
@@ -230,7 +225,7 @@ def test_without_its_agent_a_snapshot_stays_in_memory(tmp_path: Path) -> None:
         running.process.kill()
         running.wait()
         with suppress(ProcessLookupError):
-            kill(pids)  # They end with it by themselves.
+            kill_together(*pids)  # They end with it by themselves.
     assert steps_in(place) == [DURABLE]
     assert SNAPSHOT in {mark.step for mark in running.marks()}
 
@@ -239,7 +234,7 @@ def test_without_its_agent_a_snapshot_stays_in_memory(tmp_path: Path) -> None:
 def test_agent_uploads_nothing_where_it_was_asked_to_leave_at_once(tmp_path: Path) -> None:
     place = str(tmp_path / "checkpoints")
     with agent(tmp_path / "one", "ddp", [place], STRATA_FINISH_SECONDS="0") as running:
-        kill(running.await_standing([0, 1]))
+        kill_together(*running.await_standing([0, 1]))
         running.wait()
     assert steps_in(place) == [DURABLE]
 
@@ -262,7 +257,7 @@ def test_agents_of_two_machines_finish_together_and_the_coordinator_knows(
     ):
         pids = one.await_standing([0, 1])
         other.await_standing([0, 1])
-        kill(pids)
+        kill_together(*pids)
         assert (one.wait(), other.wait()) != (0, 0)
     said = one.output() + other.output()
     assert steps_in(place) == [DURABLE, SNAPSHOT], said

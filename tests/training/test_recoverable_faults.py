@@ -17,7 +17,7 @@ import torch
 
 from strata import ElasticSampler
 from strata.launch.coordinator import CoordinatorProcess
-from tests.support import eventually
+from tests.support import eventually, kill_together
 from tests.support_network import network
 from tests.support_proxy import Proxy
 from tests.training.test_recoverable import (
@@ -260,8 +260,7 @@ def test_all_workers_killed_at_once_are_started_again_from_memory(tmp_path: Path
     with job(tmp_path / "job", "ddp", workers=3, steps=300) as running:
         inject(running, 0, "if step >= 50: path.unlink(); (folder / 'is far').touch()")
         eventually((running.folder / "is far").exists, within_s=LIMIT_S)
-        for pid in running.living().values():
-            os.kill(pid, signal.SIGKILL)
+        kill_together(*running.living().values())
         running.finish()
     assert "killed by SIGKILL" in running.output()
     assert max(line.get("resumed", 0) for line in running.log()) >= 40

@@ -53,7 +53,9 @@ class EtcdAddress:
     password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        return ",".join(f"{host}:{port}" for host, port in self.endpoints)
+        return ",".join(
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.endpoints
+        )
 
 
 class EtcdClient:

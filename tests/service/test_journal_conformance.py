@@ -383,6 +383,11 @@ def test_lease_that_is_lost_is_not_renewed(etcd_backend: EtcdBackend) -> None:
         ("postgres://h:1", "is not a journal"),
         ("etcd://h:port", "not an etcd address"),
         ("etcd://h:0", "not an etcd address"),
+        ("etcd://h:99999", "not an etcd address"),
+        ("etcd://a,,b", "not an etcd address"),
+        ("etcd://[::1:2379", "not an etcd address"),
+        ("etcd://::1:2379", r"write host:2379 or \[::1\]:2379"),
+        ("etcd://h?x=1", "is not a journal"),
         ("etcd://user:secret@h:2379", "must not contain a password"),
     ],
 )
@@ -395,6 +400,7 @@ def test_addresses_have_several_hosts_a_prefix_and_usual_ports() -> None:
     found = parse_location("etcd://a:1,b,[::1]:3/here/")
     assert found.address.endpoints == (("a", 1), ("b", 2379), ("::1", 3))
     assert found.prefix == "/here"
+    assert parse_location(str(found)) == found
     assert parse_location("etcd://a").prefix == "/strata"
 
 

@@ -35,7 +35,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -66,6 +65,7 @@ log = logging.getLogger("strata.coordinator.journal")
 
 FORMAT = str(codec.FORMAT)
 SCHEMES = ("etcd", "etcds")
+ENDPOINT = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
 DEFAULT_PREFIX = "/strata"
 PART_BYTES = 1 << 20
 RECORDS_AT_ONCE = 64
@@ -104,22 +104,22 @@ def parse_location(
 ) -> EtcdLocation:
     """`etcd://HOST:PORT,HOST:PORT/PREFIX`; `etcds` for TLS, which an authority or a certificate asks for as well. Raises `ValueError`
     and, for files that cannot be used, `OSError`."""
-    parts = urlsplit(journal)
-    if parts.scheme not in SCHEMES or not parts.netloc or parts.query or parts.fragment:
+    scheme, _, rest = journal.partition("://")
+    hosts, _, prefix = rest.partition("/")  # Not `urlsplit`, which refuses a list of hosts with brackets.
+    if scheme not in SCHEMES or not hosts or "?" in rest or "#" in rest:
         raise ValueError(
             f"'{journal}' is not a journal in etcd; write etcd://host1:2379,host2:2379,host3:2379"
         )
-    if "@" in parts.netloc:
+    if "@" in hosts:
         raise ValueError("an address must not contain a password; set etcd_user and etcd_password")
     endpoints = []
-    for part in parts.netloc.split(","):
-        host, separator, port = part.rpartition(":")
-        if not separator or part.endswith("]"):
-            host, port = part, str(DEFAULT_PORT)
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"'{part}' is not an etcd address; write host:2379")
-        endpoints.append((host.strip("[]"), int(port)))
-    secure = parts.scheme == "etcds" or ca is not None or cert is not None
+    for part in hosts.split(","):
+        found = ENDPOINT.fullmatch(part)
+        port = int(found["port"] or DEFAULT_PORT) if found else 0
+        if found is None or not 0 < port < 65536:
+            raise ValueError(f"'{part}' is not an etcd address; write host:2379 or [::1]:2379")
+        endpoints.append((found["ipv6"] or found["host"], port))
+    secure = scheme == "etcds" or ca is not None or cert is not None
     files = [str(file) if file is not None else None for file in (ca, cert, key)]
     address = EtcdAddress(
         endpoints=tuple(endpoints),
@@ -127,7 +127,7 @@ def parse_location(
         user=user,
         password=password,
     )
-    prefix = parts.path.rstrip("/") or DEFAULT_PREFIX
+    prefix = f"/{prefix}".rstrip("/") or DEFAULT_PREFIX
     return EtcdLocation(address=address, prefix=prefix)
 
 

@@ -116,7 +116,7 @@ class Coordinator:
         self._hold_ports()
 
     def ended(self) -> int:
-        """The exit status of one that ends by itself, once all it said has been read as well."""
+        """The exit status of one that ends, once all it said has been read as well."""
         assert self.process is not None
         assert self._reader is not None
         code = self.process.wait(60)
@@ -129,7 +129,7 @@ class Coordinator:
             return self.process.returncode if self.process else 0
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.ended()
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(60)

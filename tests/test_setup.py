@@ -130,8 +130,8 @@ def test_in_a_log_a_step_says_what_how_far_and_how_long(
         step.state = "2 installed"
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[2/4] Python packages …"
-    assert "[2/4] Python packages: 1 of 2, 0 s" in lines
-    assert re.fullmatch(r"\[2/4\] Python packages: 2 installed, \d s", lines[-1])
+    assert any(re.fullmatch(r"\[2/4\] Python packages: 1 of 2, \d+ s", line) for line in lines)
+    assert re.fullmatch(r"\[2/4\] Python packages: 2 installed, \d+ s", lines[-1])
     assert (progress.duration(59.7), progress.duration(200)) == ("1 min 0 s", "3 min 20 s")
 
 

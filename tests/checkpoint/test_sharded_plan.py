@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from strata.checkpoint.sharded.images import nested_state
 from strata.checkpoint.sharded.plan import flattened
-from strata.checkpoint.sharded.restoring import nested_state
 
 
 def test_what_is_empty_comes_back() -> None:

@@ -78,7 +78,7 @@ class Browser:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
         self._process.stdout.close()
 
     def _do(self, op: str, **rest: Any) -> Any:

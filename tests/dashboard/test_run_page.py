@@ -352,6 +352,7 @@ def test_runs_are_compared_and_the_address_shows_it_to_others(fresh: Browser, tm
     page.choose("Add a metric", "lr")
     page.miss(**panel("loss"))
     page.click("radio", "Time")
+    page.until("new URLSearchParams(location.search).get('x') === 'wall'")
     address = urlsplit(page.url)
     assert query(page) == {"runs": "alpha,beta", "m": "lr", "x": "wall", "config": "all"}
     page.leave()

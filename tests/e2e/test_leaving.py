@@ -146,7 +146,7 @@ def test_a_demo_that_ends_early_leaves_nothing(short: Path, how: str) -> None:
         finally:
             demo.terminate()
         said, _ = demo.communicate(timeout=120)
-    assert not [process for process in below if _lives(process)], said
+    eventually(lambda: not any(map(_lives, below)), within_s=60, what=said)
     assert not list(short.iterdir())
 
 

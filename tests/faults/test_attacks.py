@@ -60,7 +60,7 @@ def withstand(folder: Path, kind: str, count: int) -> None:
             healthy.check()
         usual = statistics.mean((calm, after))
         print(f"{kind}: p99 of a heartbeat {usual * 1e3:.1f} ms, attacked {attacked * 1e3:.1f} ms")
-        assert attacked < SLOWER_AT_MOST * usual
+        assert attacked < max(SLOWER_AT_MOST * usual, TIMEOUT_S / 10)
         assert server.get("/api/health") == {"status": "ok"}
     finally:
         assert server.stop() == 0

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,12 @@ folder = pytest.fixture(open_folder)
 
 def unix_sockets(pid: int) -> list[str]:
     """Names at which a process listens, abstract ones with @."""
-    inodes = {
-        os.readlink(path)[8:-1]
-        for path in Path(f"/proc/{pid}/fd").iterdir()
-        if os.readlink(path).startswith("socket:[")
-    }
+    inodes = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # It was closed meanwhile.
+            target = os.readlink(path)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [row[7] for row in rows if row[6] in inodes and len(row) > 7]
 

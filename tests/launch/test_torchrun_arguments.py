@@ -127,7 +127,9 @@ def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 SHOW = """
 import os, sys
 import beside
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], __name__, beside.there, flush=True)
+# In one piece: lines of a program that is not Python reach the terminal as it writes them.
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+sys.stdout.write(f"rank {rank} of {world} {sys.argv[1:]} {__name__} {beside.there}\\n")
 """
 
 

@@ -232,7 +232,7 @@ def test_one_warning_for_one_outage_and_uploads_continue_by_themselves(
         assert one.archive.failures_total >= 2
         assert one.archive.lag_s() > 0
         away.clear()
-        eventually(lambda: one.archive.lag_s() == 0, within_s=60)
+        eventually(lambda: one.archive.lag_s() == 0 and "answers again" in caplog.text, within_s=60)
     assert caplog.text.count("until it answers") == 1
     assert caplog.text.count("answers again") == 1
     one.close()

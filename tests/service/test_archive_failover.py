@@ -36,6 +36,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
                 etcd.endpoint,
                 stack,
                 STRATA_ARCHIVE="s3://fleet/archive",
+                STRATA_LEADER_LEASE="6",
                 **server.environment(),
             )
     finally:

@@ -209,14 +209,14 @@ def test_standby_serves_reading_and_says_who_leads(etcd: EtcdCluster, pairs: Cal
             assert f"is a standby; {leader.address} leads" in str(caught.value.details())
             assert trailers_of(caught.value)["strata-leader"] == leader.address
     assert [worker["id"] for worker in standby.get("/api/workers")] == ["w"]
-    found = status(standby)
+    found = standby.get("/api/status")
     assert (found["role"], found["leader"], found["led_by"], found["behind"]) == (
         "standby",
         False,
         leader.address,
         0,
     )
-    assert found["position"] == status(leader)["position"] > 0
+    assert found["position"] == leader.get("/api/status")["position"] > 0
     answer = unredirected("POST", standby.url + "/api/tasks?x=1")
     assert answer.code == 307
     assert answer.headers["Location"] == f"{leader.url}/api/tasks?x=1"
@@ -283,7 +283,7 @@ def test_standby_takes_over_and_nothing_acknowledged_is_lost(
         )
         load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
     load.check(new)
-    position = status(new)["position"]
+    position = new.get("/api/status")["position"]
     eventually(lambda: status(old).get("position") == position, within_s=SLOW_MACHINE_S, what="caught up")
     assert role(new) == "leader"
 
@@ -340,7 +340,7 @@ def test_barrier_is_released_once_whoever_leads(etcd: EtcdCluster, pairs: Callab
 
 def test_one_member_of_etcd_is_killed_and_nobody_notices(tmp_path: Path, pairs: Callable[..., Pair]) -> None:
     with EtcdCluster(tmp_path / "etcd") as own:
-        pair = pairs(own.endpoints)
+        pair = pairs(own.endpoints, STRATA_LEADER_LEASE="6")
         leader = pair.leader()
         with Load(pair.both) as load:
             load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
@@ -363,7 +363,7 @@ def test_majority_of_etcd_is_lost_and_all_is_readable_until_it_is_back(
         with stub(leader.address) as calls:
             calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="before"), timeout=30)
         eventually(
-            lambda: status(pair.other(leader)).get("position") == status(leader)["position"],
+            lambda: status(pair.other(leader)).get("position") == leader.get("/api/status")["position"],
             within_s=SLOW_MACHINE_S,
             what="the standby has it",
         )

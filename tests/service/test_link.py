@@ -261,18 +261,20 @@ def test_of_two_processes_under_one_name_one_learns_it_and_the_journal_stays_sma
     save(second, 2, job="twins")
     until_completed(shared, "twins", {2})
     first.close(leave=True)
-    assert until_there(shared, "twins-rank0")["current_step"] == 2, (
-        "a goodbye of the first is not the second's"
+    eventually(
+        lambda: until_there(shared, "twins-rank0")["current_step"] == 2,
+        within_s=PATIENCE_S,
+        what="a goodbye of the first is not the second's",
     )
 
 
 def test_a_process_that_learns_it_only_by_a_call_falls_silent_too(shared: Coordinator, links: Links) -> None:
     first = links(job="deaf")
-    until_there(shared, "deaf-rank0")
+    before = until_there(shared, "deaf-rank0")["incarnation"]
     session = first._orchestrator._session
     asyncio.run_coroutine_threadsafe(session._end_session(), session._loop).result(PATIENCE_S)
     links(job="deaf")
-    until_there(shared, "deaf-rank0")
+    eventually(lambda: until_there(shared, "deaf-rank0")["incarnation"] > before, within_s=PATIENCE_S)
     save(first, 1, job="deaf")
     assert "replaced it" in eventually(lambda: first.superseded, within_s=PATIENCE_S)
     assert joins(shared, "deaf") == 2

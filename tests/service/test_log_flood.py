@@ -19,7 +19,7 @@ from tests.support import Coordinator, eventually
 
 LINES_PER_SECOND = 20_000
 GROWS_BY_AT_MOST_BYTES = 150_000_000
-HEARTBEAT_TIMEOUT_S = 5
+HEARTBEAT_TIMEOUT_S = 10
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import math
 import socket
 import time
@@ -285,11 +286,11 @@ def test_what_is_not_taken_is_sent_again_and_what_is_refused_is_not(
         )
         return found
 
-    before = channel()
     eventually(
         lambda: not sum(c["waiting"] for c in coordinator.get("/api/notifications/channels")["channels"]),
         within_s=60,
     )
+    before = channel()
     webhooks.answers += [(503, {"Retry-After": "0"}), (500, {}), (429, {"Retry-After": "0"})]
     stop(coordinator, "again", Failure(rank=0, host="c", pid=1, at_s=time.time(), exit_code=1))
     webhooks.wait(
@@ -426,6 +427,29 @@ def test_a_channel_that_hangs_holds_nobody_up_and_drops_the_oldest() -> None:
         outbox.begin_to_close(time.monotonic())
         connection.close()
     outbox.join(time.monotonic() + 60)
+
+
+def test_what_is_counted_as_given_up_has_been_logged() -> None:
+    """Whoever sees the count finds the reason in the log."""
+    counted: list[int] = []
+    webhooks = Webhooks()
+    watch = logging.Handler(logging.ERROR)
+    watch.emit = lambda record: counted.append(outbox.view().failed)  # type: ignore[method-assign]
+    outbox = _Outbox(
+        Channel(name="a", kind="webhook", url=f"{webhooks.url}/refused"), "", lambda outcome: None
+    )
+    webhooks.answers.append((404, {}))
+    log = logging.getLogger("strata.coordinator.notify")
+    log.addHandler(watch)
+    try:
+        outbox.put(NOTICE)
+        eventually(lambda: outbox.view().failed == 1, within_s=60)
+    finally:
+        log.removeHandler(watch)
+        outbox.begin_to_close(time.monotonic())
+        outbox.join(time.monotonic() + 60)
+        webhooks.close()
+    assert counted == [0]
 
 
 BAD = {

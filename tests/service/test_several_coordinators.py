@@ -113,8 +113,8 @@ def test_a_worker_sends_no_token_to_an_address_that_was_not_named(
     monkeypatch.setenv("STRATA_TOKEN", "secret")
     with Standby() as evil:
         standby.leader = evil.address
-        worker = TrainingOrchestrator(standby.address, timeout_s=0.5)
-        client = CoordinatorCasClient(standby.address, timeout_s=0.5)
+        worker = TrainingOrchestrator(standby.address, timeout_s=5)
+        client = CoordinatorCasClient(standby.address, timeout_s=5)
         try:
             with pytest.raises(CoordinatorUnavailable, match="standby"):
                 worker.register_worker("named")
@@ -138,7 +138,7 @@ def test_a_swap_goes_to_the_leader_and_is_not_repeated_when_its_outcome_is_unkno
     assert standby.calls == ["SwapValue"]
     client.close()
     with silent() as frozen:
-        unsure = CoordinatorCasClient(f"127.0.0.1:{frozen},{shared.address}", timeout_s=0.5)
+        unsure = CoordinatorCasClient(f"127.0.0.1:{frozen},{shared.address}", timeout_s=5)
         with pytest.raises(ConnectionError):
             unsure.cas("several/key", b"two", token)
         assert client_value(shared) == b"one"

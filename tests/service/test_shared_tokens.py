@@ -196,7 +196,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     etcd.start()
     try:
         with ExitStack() as stack:
-            yield Pair(tmp_path, etcd.endpoint, stack)
+            yield Pair(tmp_path, etcd.endpoint, stack, STRATA_LEADER_LEASE="6")
     finally:
         etcd.stop()
 

@@ -65,7 +65,7 @@ def test_a_kill_that_is_recovered_at_once_leaves_an_incident_a_red_event_and_a_l
     assert "started again: it was killed from outside" in told.out
 
     assert failing.ended(silent)["status"] == "failed"
-    eventually(lambda: incidents(failing, silent)[0]["state"] == "stopped", within_s=30)
+    eventually(lambda: [each["state"] for each in incidents(failing, silent)][:1] == ["stopped"], within_s=30)
     newest = incidents(failing, silent)[0]
     assert newest["failure_class"] == "network", "by what it printed last"
     assert any("watchdog" in line for line in newest["failures"][0]["last_lines"])

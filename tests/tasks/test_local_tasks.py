@@ -266,6 +266,8 @@ def test_a_coordinator_killed_at_any_time_loses_no_task(tmp_path: Path, seed: in
         "import time\nfor n in range(40):\n    print('nap', n)\n    time.sleep(0.1)\n"
     )
     (recipes / "nap.toml").write_text("script = 'nap.py'\n")
+    (recipes / "sleep.py").write_text("import time\nprint('asleep')\ntime.sleep(600)\n")
+    (recipes / "sleep.toml").write_text("script = 'sleep.py'\n")
     tasks = Tasks(tmp_path / "data", {"STRATA_RECIPES_DIR": str(recipes), "STRATA_TASK_WORKERS": "2"})
     tasks.server.start()
     try:
@@ -282,12 +284,12 @@ def test_a_coordinator_killed_at_any_time_loses_no_task(tmp_path: Path, seed: in
             naps = [line for line in log.splitlines() if " nap " in line]
             assert [line.rpartition(" ")[2] for line in naps] == [str(n) for n in range(40)], (seed, log)
         # A coordinator that knows nothing of a run ends it.
-        unwanted = tasks.submit("nap")
-        eventually(lambda: "nap 0" in tasks.log(unwanted), within_s=60)
+        unwanted = tasks.submit("sleep")
+        eventually(lambda: "asleep" in tasks.log(unwanted), within_s=60)
         tasks.server.kill()
         for path in tasks.server.data_dir.glob("journal.sqlite*"):
             path.unlink()
         tasks.server.start()
-        eventually(lambda: not tasks.processes(unwanted), within_s=3, every_s=0.1)
+        eventually(lambda: not tasks.processes(unwanted), within_s=60, every_s=0.1)
     finally:
         tasks.close()

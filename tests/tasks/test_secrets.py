@@ -28,7 +28,8 @@ import hashlib, json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 secret = os.environ["SERVICE_KEY"]
 (folder / "digest").write_text(hashlib.sha256(secret.encode()).hexdigest())
-(folder / "environment").write_text(json.dumps(dict(os.environ)))
+(folder / "environment.new").write_text(json.dumps(dict(os.environ)))
+(folder / "environment.new").rename(folder / "environment")
 print(f"signing in with {secret}", flush=True)
 while not (folder / "go").exists():
     time.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +50,32 @@ def test_hook_that_was_set_meanwhile_stays() -> None:
         assert sys.excepthook is own
     finally:
         sys.excepthook = before
+
+
+# The main thread has Python's lock from the last collective on, as it has by chance when a generation ends with it.
+LEAVING = """
+import os, sys
+import torch
+from torch import distributed
+from strata.torch_compat.aborting import ProcessGroups
+
+groups = ProcessGroups()
+groups.join("gloo")
+values = torch.zeros(1_000_000)
+sys.setswitchinterval(600)
+for _ in range(50):
+    distributed.all_gather([torch.empty(1_000_000)], values, async_op=True)
+groups.leave()
+print("left", flush=True)
+os._exit(0)
+"""
+
+
+def test_group_is_left_while_its_threads_need_python() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.stdout == "left\n", done.stderr
 
 
 @pytest.mark.timeout(300)

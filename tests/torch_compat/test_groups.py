@@ -10,16 +10,17 @@ import pytest
 # Torch's compiler, where it is imported afterwards, keeps the group and hides what is tested. Python's lock stays with the main
 # thread, as it may for the moment in which a script ends after its last collective.
 SCRIPT = """
-import gc, os, sys
+import gc, os, sys, time
 import torch, torch._dynamo
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from strata.torch_compat.groups import GIVES_UP_LOCK, outlive_all_reducers, outlive_reducers
+from strata.torch_compat.groups import outlive_all_reducers, outlive_reducers
 
 way = sys.argv[1]
 if way == "all":
     outlive_all_reducers()
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+torch.set_num_threads(1)  # No others than those of gloo come and go.
 model = DistributedDataParallel(nn.Linear(2, 2))
 if way == "one":
     outlive_reducers(nn.Sequential(model))
@@ -34,7 +35,9 @@ for _ in range(50):
 distributed.destroy_process_group()
 del model
 gc.collect()
-assert (len(os.listdir("/proc/self/task")) < threads) == GIVES_UP_LOCK
+deadline_s = time.monotonic() + 30
+while len(os.listdir("/proc/self/task")) >= threads:  # One that was joined is listed a moment longer.
+    assert time.monotonic() < deadline_s
 print("dropped", flush=True)
 os._exit(0)
 """
@@ -43,7 +46,7 @@ os._exit(0)
 @pytest.mark.parametrize("way", ["one", "all", "cycle"])
 def test_model_is_dropped_while_threads_of_its_group_need_python(way: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=170, check=False
     )
     assert done.stdout == "dropped\n", done.stderr
 
@@ -67,6 +70,6 @@ print("ended", flush=True)
 
 def test_script_ends_while_threads_of_its_group_need_python() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", END], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", END], capture_output=True, text=True, timeout=170, check=False
     )
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -10,6 +10,7 @@ and hand their state on.
 With PLAIN in the environment nothing recovers in its process. With PEERS (`peer`, `peer:2`), snapshots are copied to other machines as well.
 
 What it does is written to FOLDER/log, a line each, also that it is a spare or waits; FOLDER/faults-SLOT may hold Python that is run after every step.
+While there is FOLDER/held, the second half of the steps is slow: what a test waits for comes before the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from strata.training.recoverable import Run
 SAMPLES, BATCH = 4096, 32
 FOLDER, KIND, MAX_STEPS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 STEP_S = float(os.environ.get("STEP_S", "0.01"))
+HELD_STEP_S = 0.2
 LOADER_PROCESSES = int(os.environ.get("LOADER_PROCESSES", "0"))
 GROUP_TIMEOUT_S = os.environ.get("GROUP_TIMEOUT_S")
 
@@ -53,9 +56,10 @@ class Numbers(Dataset[torch.Tensor]):
 def loader_fault() -> None:
     """FOLDER/loader-fault holds the slot whose loader process is to end without a word."""
     path = FOLDER / "loader-fault"
-    if path.exists() and path.read_text() == os.environ.get("STRATA_SLOT"):
-        path.unlink(missing_ok=True)
-        os._exit(3)
+    with suppress(FileNotFoundError):
+        if path.read_text() == os.environ.get("STRATA_SLOT"):
+            path.unlink(missing_ok=True)
+            os._exit(3)
 
 
 class Weighted(nn.Module):
@@ -102,8 +106,11 @@ def note(**what: Any) -> None:
 
 def faults(step: int) -> None:
     path = FOLDER / f"faults-{os.environ.get('STRATA_SLOT', '0')}"
-    if path.exists():
-        exec(path.read_text(), {"step": step, "folder": FOLDER, "path": path})  # noqa: S102
+    try:
+        program = path.read_text()
+    except FileNotFoundError:  # There is none; or the same slot of another machine has just removed it.
+        return
+    exec(program, {"step": step, "folder": FOLDER, "path": path})  # noqa: S102
 
 
 def train(run: Run) -> None:
@@ -138,7 +145,8 @@ def train(run: Run) -> None:
             (loss * batch.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(STEP_S)
+            is_held = job.step >= MAX_STEPS // 2 and (FOLDER / "held").exists()
+            time.sleep(HELD_STEP_S if is_held else STEP_S)
             faults(job.step)
     weights = {
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -26,8 +26,10 @@ STEPS = 400
 # As long as it is slow it does not end: its last steps take seconds.
 SLOW = """
 import os, time
-if (folder / 'slow').exists():
-    pause_s = float((folder / 'slow').read_text() or (0.05 if step < 350 else 1.0))
+try: slow = (folder / 'slow').read_text()
+except FileNotFoundError: slow = None
+if slow is not None:
+    pause_s = float(slow or (0.05 if step < 350 else 1.0))
     if pause_s > 1: (folder / 'in-a-slow-step').touch()
     until_s = time.monotonic() + pause_s
     while time.monotonic() < until_s and (folder / 'slow').exists(): time.sleep(0.02)

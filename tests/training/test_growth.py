@@ -13,7 +13,6 @@ from statistics import median
 
 import pytest
 
-from strata.torch_compat.groups import GIVES_UP_LOCK
 from tests.training.test_recoverable import Job, job
 
 LIMIT_S = 240.0
@@ -89,7 +88,6 @@ def lose_one(running: Job, hurt: int, entries: int) -> int:
     return found
 
 
-@pytest.mark.skipif(not GIVES_UP_LOCK, reason="torch before 2.13 keeps gloo's part of each group")
 @pytest.mark.parametrize(
     "losses",
     [

@@ -28,8 +28,20 @@ def test_a_hang_that_ends_nobody_is_an_incident_with_stacks_until_the_next_step(
         found = [each for each in coordinator.get("/api/incidents") if each["failure_class"] == "hang"]
         return [each for each in found if each["state"] == state]
 
-    def stand_still() -> None:
-        eventually(lambda: incidents("open"), within_s=60, what="the hang is an incident")
+    def stand_still() -> dict[str, Any]:
+        """On a busy machine, another step may have been taken for a hang before."""
+
+        def own() -> list[dict[str, Any]]:
+            return [
+                each
+                for each in incidents("open")
+                if "stand_still" in each["failures"][0]["error"]["traceback"]
+            ]
+
+        made: list[dict[str, Any]] = eventually(
+            own, within_s=60, what="the hang is an incident, with its stacks"
+        )
+        return made[0]
 
     loop = Loop(
         str(tmp_path / "checkpoints"),
@@ -42,16 +54,14 @@ def test_a_hang_that_ends_nobody_is_an_incident_with_stacks_until_the_next_step(
     with loop.job as job:
         for batch in job:
             if job.step == 3:
-                stand_still()
-                (found,) = incidents("open")
+                found = stand_still()
             loop.train(batch)
-            if incidents("recovered"):
+            if any(each["id"] == found.get("id") for each in incidents("recovered")):
                 break  # By the steps that were made since.
             assert job.step < 1_000, "steps are made, and it is still open"
     assert (found["failure_class"], found["rank"], found["decision"]) == ("hang", 0, "continue")
-    assert "stand_still" in found["failures"][0]["error"]["traceback"], "with its stacks"
-    (line,) = coordinator.get("/api/logs?level=error&q=hung")
-    assert "rank 0" in line["message"]
-    (over,) = incidents("recovered")
-    assert over["lost_s"] > 0
+    lines = coordinator.get("/api/logs?level=error&q=hung")
+    assert lines
+    assert all("rank 0" in line["message"] for line in lines)
+    assert all(over["lost_s"] > 0 for over in incidents("recovered"))
     assert "hung: has completed no step" in strata("why", job.name, "--api", coordinator.url).out

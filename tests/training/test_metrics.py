@@ -159,6 +159,11 @@ def test_values_logged_while_the_coordinator_is_away_arrive_once(
                 coordinator.kill()
             if job.step == 20:
                 coordinator.start()
+                eventually(
+                    lambda: any(worker["connected"] for worker in coordinator.get("/api/workers")),
+                    within_s=60,
+                    what="it is connected again",
+                )
             job.log({"n": job.step + 1})
     assert series(coordinator, job.run, "n")["committed"]["values"] == [float(n) for n in range(1, 31)]
 

@@ -35,10 +35,11 @@ APART = "bce"
 PACE = """
 import os, time
 def pace(): return (folder / 'pace').read_text()
-if pace() == 'hold':
+now = pace()
+if now == 'hold':
     (folder / f"held-{os.environ['MACHINE']}").touch()
-    while pace() == 'hold': time.sleep(0.02)
-time.sleep(float(pace()))
+    while (now := pace()) == 'hold': time.sleep(0.02)
+time.sleep(float(now))
 """
 STEP_S, SLOW_STEP_S = 0.1, 0.25
 

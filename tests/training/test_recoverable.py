@@ -73,16 +73,30 @@ class Job:
 
     def await_line(self, matches: Callable[[dict[str, Any]], bool], *, count: int = 1) -> None:
         def found() -> bool:
-            assert self.process.poll() is None, self.output()
-            return sum(map(matches, self.log())) >= count
+            has_ended = self.process.poll() is not None
+            if sum(map(matches, self.log())) >= count:
+                return True
+            assert not has_ended, self.output()
+            return False
 
         eventually(found, within_s=LIMIT_S)
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
 
+    def release(self) -> None:
+        """A job that was `held` may end."""
+        (self.folder / "held").unlink()
+
     def finish(self) -> None:
         assert self.process.wait(LIMIT_S) == 0, self.output()
+
+
+def held(folder: Path) -> Path:
+    """Of a job that is not to end before it is released."""
+    folder.mkdir()
+    (folder / "held").touch()
+    return folder
 
 
 @contextmanager
@@ -207,10 +221,10 @@ def kill_at_random(running: Job, *, seed: int, kills: int) -> set[int]:
             break
         living = [pid for pid in workers_of(running) if pid not in killed]
         training = {line["pid"] for line in running.log() if "resumed" in line}.intersection(living)
-        pid = chance.choice(living)
-        if training - {pid}:
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
+        if living and training - {pid := chance.choice(living)}:
+            with suppress(ProcessLookupError):  # It has ended by itself.
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
     return killed
 
 
@@ -266,9 +280,9 @@ def test_error_of_a_rank_is_shown_with_its_place_and_the_others_stay(tmp_path: P
 
 @pytest.mark.timeout(600)
 def test_error_that_comes_back_ends_the_run(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=2, steps=100) as running:
+    with job(tmp_path / "job", "ddp", workers=2, steps=100_000) as running:
         inject(running, 1, "if step >= 25: raise ValueError('a bug')")
-        assert running.process.wait(LIMIT_S) == 1
+        assert running.process.wait(LIMIT_S) == 1, running.output()
     assert "not started again: the same error came back" in running.output()
 
 
@@ -314,7 +328,7 @@ def test_workers_of_other_machines_stay_when_one_is_lost_and_when_a_machine_is(t
     options: dict[str, Any] = {"workers": 2, "steps": 600, "flags": flags, "GLOO_SOCKET_IFNAME": "lo"}
     try:
         with (
-            job(folder, "ddp", **options, memory=str(tmp_path / "a"), MACHINE="a") as first,
+            job(held(folder), "ddp", **options, memory=str(tmp_path / "a"), MACHINE="a") as first,
             job(folder, "ddp", **options, memory=str(tmp_path / "b"), MACHINE="b") as second,
         ):
             first.await_line(lambda line: line.get("world") == 4, count=4)
@@ -326,6 +340,7 @@ def test_workers_of_other_machines_stay_when_one_is_lost_and_when_a_machine_is(t
             of_a = {line["pid"] for line in first.log() if line["machine"] == "a"}
             second.process.kill()  # Its workers end with it.
             second.process.wait()
+            first.release()
             first.finish()
             lost_by_gloo = first.output().count("and is replaced")
             after = {line["pid"] for line in first.log() if line["machine"] == "a"}
@@ -345,15 +360,19 @@ def assert_nobody_is_left(running: Job) -> None:
 
 @pytest.mark.timeout(600)
 def test_spare_takes_the_rank_of_a_lost_worker_and_another_stands_by(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=3, steps=600, flags=["--spares=1"]) as running:
+    with job(held(tmp_path / "job"), "ddp", workers=3, steps=600, flags=["--spares=1"]) as running:
         spare = running.await_spare()
         inject(running, 1, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
         running.await_spare(2)
+        running.await_line(lambda line: line.get("world") == 3 and line["pid"] == spare)
+        running.release()
         running.finish()
     assert running.pids()[1][1:] == [spare], running.output()
     assert f"a spare (pid {spare}) replaces rank 1" in running.output()
     entered = [line for line in running.log() if line["pid"] == spare and "entered" in line]
-    assert {(line["slot"], line["rank"], line["local"], line["world"]) for line in entered} == {(1, 1, 1, 3)}
+    assert {(line["slot"], line["local"]) for line in entered} == {(1, 1)}
+    # Whoever has not left in time enters later.
+    assert (entered[-1]["rank"], entered[-1]["world"]) == (1, 3)
     assert next(line["spare"] for line in running.log() if "spare" in line) == "3"  # Beyond all ranks.
     assert_exact(running.folder)
     assert_nobody_is_left(running)
@@ -362,9 +381,11 @@ def test_spare_takes_the_rank_of_a_lost_worker_and_another_stands_by(tmp_path: P
 @pytest.mark.timeout(600)
 def test_sharded_ranks_continue_at_once_with_a_spare_bit_for_bit(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed", "fsdp", workers=2, steps=300)
-    with job(tmp_path / "killed", "fsdp", workers=2, steps=300, flags=["--spares=1"]) as running:
+    with job(held(tmp_path / "killed"), "fsdp", workers=2, steps=300, flags=["--spares=1"]) as running:
         spare = running.await_spare()
         inject(running, 0, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.await_line(lambda line: "resumed" in line and line["pid"] == spare)
+        running.release()
         running.finish()
     assert_same(weights(running.folder), wanted)
     assert_exact(running.folder)
@@ -375,9 +396,11 @@ def test_sharded_ranks_continue_at_once_with_a_spare_bit_for_bit(tmp_path: Path)
 
 @pytest.mark.timeout(600)
 def test_only_worker_of_a_machine_is_lost_and_its_spare_continues(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=1, steps=400, flags=["--spares=1"]) as running:
+    with job(held(tmp_path / "job"), "ddp", workers=1, steps=400, flags=["--spares=1"]) as running:
         spare = running.await_spare()
         inject(running, 0, "import os\npath.unlink(); os.kill(os.getpid(), 9)")
+        running.await_line(lambda line: "resumed" in line and line["pid"] == spare)
+        running.release()
         running.finish()
     assert running.pids()[0][1:] == [spare], running.output()
     assert "are restarted" not in running.output()
@@ -423,8 +446,9 @@ def test_spares_end_with_the_run(tmp_path: Path, end: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_no_sample_is_lost_or_repeated_when_workers_and_spares_are_killed(tmp_path: Path, kind: str) -> None:
     wanted = undisturbed(tmp_path / "undisturbed", kind, workers=2 if kind == "fsdp" else 1, steps=400)
-    with job(tmp_path / "killed", kind, workers=2, steps=400, flags=["--spares=1"]) as running:
+    with job(held(tmp_path / "killed"), kind, workers=2, steps=400, flags=["--spares=1"]) as running:
         running.await_spare()
+        running.release()
         killed = kill_at_random(running, seed=4, kills=5)
         running.finish()
     assert killed
@@ -450,6 +474,7 @@ def test_machine_beyond_those_of_the_world_stands_by_and_takes_a_lost_ones_place
         return job(folder, kind, **options, memory=str(tmp_path / name), MACHINE=name)
 
     try:
+        held(folder)
         with machine("a") as first, machine("b") as second:
             first.await_line(lambda line: line.get("world") == 2, count=2)
             with machine("c") as third:
@@ -458,6 +483,7 @@ def test_machine_beyond_those_of_the_world_stands_by_and_takes_a_lost_ones_place
                 second.process.kill()  # Its worker ends with it.
                 second.process.wait()
                 third.await_line(lambda line: line["machine"] == "c" and "resumed" in line)
+                first.release()
                 first.finish()
                 third.finish()
     finally:
@@ -536,7 +562,7 @@ def test_who_survives_stays_the_same_worker_whatever_its_rank(tmp_path: Path, ki
     assert ended <= {lost}  # Unless its replacement was faster.
     assert made[0]["lost"] == [lost]
     assert made[-1]["joined"] == [lost]
-    assert {r["survived"] for r in made} == {2}
+    assert made[-1]["survived"] == 2  # Whoever has not left in time is there later.
     # Its connection may have ended long before its process.
     killed = f"rank {slot} ({socket.gethostname()}, pid {pid}) was killed by SIGKILL"
     assert made[0]["cause"] in (killed, f"rank {slot} has ended")

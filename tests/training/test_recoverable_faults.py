@@ -26,6 +26,7 @@ from tests.training.test_recoverable import (
     assert_exact,
     assert_same,
     assert_survivors_stayed,
+    held,
     inject,
     job,
     undisturbed,
@@ -144,13 +145,14 @@ def test_error_of_a_rank_is_the_first_thing_shown_with_its_rank_and_stack(
 @pytest.mark.timeout(600)
 def test_error_after_recoveries_is_shown_with_the_present_rank_alone(tmp_path: Path) -> None:
     """Also that of a replacement, which has made a group by itself before."""
-    with job(tmp_path / "job", "ddp", workers=2, steps=200) as running:
+    with job(held(tmp_path / "job"), "ddp", workers=2, steps=200) as running:
         inject(running, 1, "import os\nif step == 25: path.unlink(); os.kill(os.getpid(), 9)")
         running.await_line(lambda line: line.get("world") == 2, count=4)
         fault = "raise ValueError('another bad batch') if not path.unlink() else None"
         inject(running, 0, fault)
         running.await_line(lambda line: line.get("world") == 2, count=6)
         inject(running, 1, fault)
+        running.release()
         running.finish()
     shown = [line for line in running.output().splitlines() if "another bad batch" in line]
     assert [line for line in shown if line.startswith("[")] == [
@@ -237,7 +239,7 @@ def test_rank_that_gets_no_more_memory_says_so_and_is_replaced(tmp_path: Path) -
 
 @pytest.mark.timeout(600)
 def test_rank_whose_loader_process_ends_says_so_and_is_replaced(tmp_path: Path) -> None:
-    with job(tmp_path / "job", "ddp", workers=3, steps=300, LOADER_PROCESSES="2") as running:
+    with job(held(tmp_path / "job"), "ddp", workers=3, steps=300, LOADER_PROCESSES="2") as running:
         running.await_line(lambda line: "resumed" in line, count=3)
         survivor = running.living()[0]
         (running.folder / "fault").write_text("1")
@@ -245,6 +247,7 @@ def test_rank_whose_loader_process_ends_says_so_and_is_replaced(tmp_path: Path) 
         running.await_line(lambda line: line.get("world") == 3, count=6)
         running.await_line(lambda line: "resumed" in line, count=8)
         loaders = psutil.Process(survivor).children()
+        running.release()
         running.finish()
     assert "DataLoader worker" in running.output()
     assert len(loaders) <= 2, loaders
@@ -263,7 +266,7 @@ def test_all_workers_killed_at_once_are_started_again_from_memory(tmp_path: Path
         kill_together(*running.living().values())
         running.finish()
     assert "killed by SIGKILL" in running.output()
-    assert max(line.get("resumed", 0) for line in running.log()) >= 40
+    assert max(line.get("resumed", 0) for line in running.log()) >= 20  # The snapshot of 40 may be under way.
     assert_trained_once(running, 300)
 
 
@@ -294,7 +297,7 @@ def test_workers_end_with_their_agent_and_the_next_one_continues(
                     server.kill()
     with job(tmp_path / "job", "ddp", workers=3, steps=400) as running:
         running.finish()
-    assert max(line.get("resumed", 0) for line in running.log()) >= 40
+    assert max(line.get("resumed", 0) for line in running.log()) >= 20  # The snapshot of 40 may be under way.
     assert_trained_once(running, 400)
 
 
@@ -309,10 +312,10 @@ def test_sharded_job_is_the_same_bit_for_bit_after_a_stop_an_error_and_a_kill(
     wanted = undisturbed(tmp_path / "undisturbed", kind, workers=2, steps=120)
     with job(tmp_path / "job", kind, workers=2, steps=120) as running:
         inject(running, 1, "import os\nif step == 27: path.unlink(); os.kill(os.getpid(), 9)")
-        running.await_line(lambda line: line.get("resumed", 0) > 0, count=2)
         inject(running, 0, "if step == 63: path.unlink(); raise ValueError('a bad batch')")
-        running.await_line(lambda line: line.get("resumed", 0) > 20, count=2)
         running.finish()
+    assert "was killed by SIGKILL" in running.output()
+    assert "ValueError: a bad batch" in running.output()
     assert_same(weights(running.folder), wanted)
     assert_exact(running.folder)
     assert_survivors_stayed(running, {0: 1, 1: 1})

@@ -28,7 +28,7 @@ from strata.checkpoint.errors import StateMismatch, UnsupportedState
 from strata.checkpoint.export import export
 from strata.checkpoint.image.nested import leaves
 from strata.checkpoint.importing import adopt
-from strata.checkpoint.sharded.layout import Span
+from strata.checkpoint.sharded.parts import Span
 from strata.checkpoint.sharded.plan import ShardPlan, chunks_of, flattened
 from strata.checkpoint.sharded.restoring import ShardedSource
 from strata.stores import open_store

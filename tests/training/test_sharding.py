@@ -94,11 +94,13 @@ def test_deepspeed_is_refused() -> None:
 
 @pytest.mark.usefixtures("process_group")
 def test_fsdp2_and_ddp_are_taken() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    mesh = init_device_mesh("cpu", (1,))
     sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for module in [*sharded, sharded]:
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     for model in (sharded, DistributedDataParallel(nn.Linear(4, 4))):
         refuse_unsupported(model, Wrapper(torch.optim.AdamW(model.parameters())))

@@ -34,10 +34,10 @@ from strata.checkpoint.copying.digest import Digest, digest_of, helping_threads
 from strata.checkpoint.copying.staging import Fence, Snapshot, left_images, read_snapshot
 from strata.checkpoint.errors import Damaged, PeerFailed, Superseded
 from strata.checkpoint.pipeline import FilePayload
+from strata.checkpoint.sharded.images import describe_image, nested_state
 from strata.checkpoint.sharded.listing import key_of
 from strata.checkpoint.sharded.plan import Chunk, Marked, ShardPlan
 from strata.checkpoint.sharded.publishing import ShardPublisher, Shards
-from strata.checkpoint.sharded.restoring import describe_image, nested_state
 from strata.core.jobs.finishing import (
     PATIENCE_S,
     Ended,

@@ -619,7 +619,7 @@ class _Writer:
         self.spans[MetadataIndex(name)] = self._store_pieces(iter([raw]))
 
     def _store_pieces(self, pieces: Iterator[memoryview]) -> Any:
-        from strata.checkpoint.sharded.layout import Span
+        from strata.checkpoint.sharded.parts import Span
 
         assert self._part is not None
         offset_bytes, size_bytes = self._part.add(next(pieces, memoryview(b"")))

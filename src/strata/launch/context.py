@@ -17,6 +17,10 @@ from strata.errors import StrataError
 from strata.files import write_file
 
 TASK_VARIABLE = "STRATA_TASK"
+CHECKPOINTS_FOLDER = "checkpoints"
+"""In a task's folder, what its workers save."""
+DATA_FOLDER = "data"
+"""In a task's folder, what its workers have prepared to be trained on."""
 SECRETS_FILE = "secrets.json"
 """In a task's folder on the coordinator's machine; the values reach the task's processes in their environment alone."""
 
@@ -57,12 +61,12 @@ class TaskContext:
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints belong: a restarted task finds them there."""
-        return self.task_dir / "checkpoints"
+        return self.task_dir / CHECKPOINTS_FOLDER
 
     @property
     def data(self) -> Path:
         """Where data belongs that the task prepares for itself: an admin sees samples of it on the dashboard."""
-        return self.task_dir / "data"
+        return self.task_dir / DATA_FOLDER
 
     def write(self, path: Path) -> None:
         facts = {**asdict(self), "task_dir": str(self.task_dir)}

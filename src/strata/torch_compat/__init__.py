@@ -126,6 +126,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "groups": (
         "torch.distributed:Reducer",
         "torch.distributed:Logger",
+        "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.distributed:ProcessGroup._get_backend",
         "torch.distributed:ProcessGroupGloo._Options._devices",
         "torch.distributed:ProcessGroupGloo._Options._timeout",

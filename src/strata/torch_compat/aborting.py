@@ -28,6 +28,7 @@ import torch
 from torch import distributed
 
 from strata.torch_compat import require
+from strata.torch_compat.groups import destroy_groups
 from strata.torch_compat.stores import HashStore
 
 require("aborting")
@@ -88,7 +89,7 @@ class ProcessGroups:
         _c10d._new_process_group_helper = _torch_helper
         if distributed.is_initialized():
             with suppress(Exception):  # Of a group that was aborted.
-                distributed.destroy_process_group()
+                destroy_groups()
         self.part()  # Something may hold the group, such as a wrapper of the model.
         # Ranks name their groups by it, and one that was not made in the end has counted.
         _c10d._world.group_count = 0
@@ -129,7 +130,7 @@ def warm_up(local_ranks: Iterable[int]) -> None:
     excepthook = sys.excepthook
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     distributed.all_reduce(torch.zeros(1))
-    distributed.destroy_process_group()
+    destroy_groups()
     sys.excepthook = excepthook
     if torch.cuda.is_available():
         for device in {rank % torch.cuda.device_count() for rank in local_ranks}:

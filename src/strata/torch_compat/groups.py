@@ -1,12 +1,12 @@
-"""Threads of gloo that still need Python: when DDP lets go of their group, and when the script ends.
+"""Threads of gloo that still need Python: when their group is destroyed, and when the script ends.
 
 A gloo group that is destroyed waits for its threads, and these need Python's lock to free the tensors of their last
-collective. Torch gives the lock up when a Python reference to the group is the last one, and not when DDP's reducer has it: then
-both wait for ever, at the end of a script whose last collective has only just ended. A script that imports torch's compiler
-after it has joined its group is spared: the compiler keeps the group. In a warm worker it is imported before.
+collective. Torch gives the lock up when the last reference to gloo's part of the group is one of Python, and not when DDP's
+reducer has it, nor, before 2.13, when the group itself has: then both wait for ever, at the end of a script or of a generation
+whose last collective has only just ended. A script that imports torch's compiler after it has joined its group is spared:
+the compiler keeps the group. In a warm worker it is imported before.
 
-Here the group outlives the reducer by a Python reference. Torch before 2.13 does not give the lock up for that one either: there
-gloo's part of the group stays as long as the process. That of NCCL goes, and with it the gradients that it last exchanged.
+Here the group outlives the reducer, and gloo's part outlives the group, each by a Python reference.
 
 Where the group lives to the end of a script, Python ends each thread that asks for its lock from then on, and a thread that is
 ended in the midst of freeing takes the process with it ("terminate called without an active exception"): the abort of a
@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -36,9 +37,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from strata.torch_compat.stores import HashStore  # noqa: E402
 
-GIVES_UP_LOCK = torch_version() >= (2, 13)
-"""Verified with 2.13 and 2.15; those before keep the group, which is safe with each."""
-_kept: list[object] = []
+_c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 THREAD = "pt_gloo_runloop"
 NAMES_THREADS = torch_version() >= (2, 13)
 """Verified with 2.13 and 2.15; with 2.7 they are called as the program is."""
@@ -69,17 +68,30 @@ def outlive_all_reducers() -> None:
 
 
 def _outlive_reducer(wrapper: DistributedDataParallel) -> None:
+    group = wrapper.process_group
+    outlive_group(group)
     for holder in (wrapper.reducer, wrapper.logger):  # The logger holds the reducer.
         if holder is not None:
-            weakref.finalize(holder, _let_go, wrapper.process_group).atexit = False
+            _keep_until_gone(holder, [group])
 
 
-def _let_go(group: Any) -> None:
-    if not GIVES_UP_LOCK:
-        _kept.extend(_gloo_parts(group))
+def outlive_group(group: Any) -> None:
+    """Gloo's part of `group` is destroyed after it, and other threads can have Python's lock meanwhile."""
+    _keep_until_gone(group, _gloo_parts(group))
 
 
-def _gloo_parts(group: Any) -> list[object]:
+def destroy_groups() -> None:
+    """Destroy all groups of this process."""
+    for group in list(_c10d._world.pg_map):
+        outlive_group(group)
+    distributed.destroy_process_group()
+
+
+def _keep_until_gone(holder: object, kept: list[Any]) -> None:
+    weakref.finalize(holder, kept.clear).atexit = False
+
+
+def _gloo_parts(group: Any) -> list[Any]:
     """What a group does on the CPU and on devices, as far as gloo does it."""
     parts = []
     for device in ("cpu", "cuda"):

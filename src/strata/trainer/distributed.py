@@ -206,7 +206,9 @@ def cleanup_distributed() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        from strata.torch_compat.groups import destroy_groups
+
+        destroy_groups()
 
 
 def get_rank() -> int:

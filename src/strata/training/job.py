@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -74,6 +74,7 @@ from strata.checkpoint.peers.link import PeerLink
 from strata.checkpoint.peers.wire import PeerError, parse_rate
 from strata.checkpoint.pipeline import OnError
 from strata.checkpoint.sharded.plan import Marked
+from strata.checkpoint.sharded.publishing import Board, GroupBoard, OwnBoard
 from strata.core.faults.failures import EXIT_AGAIN, Failure, WorkerError
 from strata.core.jobs.handover import Outcome, choose_save
 from strata.core.jobs.job import (
@@ -117,7 +118,7 @@ from strata.stores.protocol import NoSpace, NotFound, Store, StoreError
 from strata.torch_compat.groups import outlive_reducers, settle_at_exit
 from strata.training import evaluation, live, rng
 from strata.training.data_world import DataWorld
-from strata.training.exchange import broadcast_state, gather, rank_and_world, smallest
+from strata.training.exchange import broadcast_state, gather, is_distributed, rank_and_world, smallest
 from strata.training.link import CoordinatorLink, given_worker_id, open_link
 from strata.training.metrics.account import TimeAccount
 from strata.training.metrics.metric_log import MetricLog, Metrics
@@ -127,21 +128,22 @@ from strata.training.mixture_watch import MixtureWatch
 from strata.training.peer_copies import PeerCopies, machines_with
 from strata.training.preemption import Preemption
 from strata.training.replicas import Replicas
-from strata.training.sharded.job import (
-    ShardedJob,
+from strata.training.sharded.kinds import refuse_unsupported
+from strata.training.sharded.shards import is_sharded
+from strata.training.sharded.slots import (
     drop_left_over,
     left_over_images,
     local_world_size,
-    new_board,
     own_slot,
     slot_name,
 )
-from strata.training.sharded.kinds import refuse_unsupported
-from strata.training.sharded.shards import is_sharded
 from strata.training.state import Stateful, TrainingState, plain_optimizer, tensor_bytes
 from strata.training.watchdog import Policy as HangPolicy
 from strata.training.watchdog import Watchdog
 from strata.worker.outbox import MetricOutbox
+
+if TYPE_CHECKING:
+    from strata.training.sharded.job import ShardedJob
 
 log = logging.getLogger("strata.training")
 
@@ -797,6 +799,9 @@ class ElasticJob:
 
     def _open_manager(self, opened: _Opened) -> CheckpointManager:
         options = self.options
+        board: Board | None = None
+        if self._is_sharded:
+            board = GroupBoard(opened.board) if is_distributed() else OwnBoard()
         return CheckpointManager(
             self._stores,
             options.keep_count,
@@ -817,7 +822,7 @@ class ElasticJob:
             stem=self._stem,
             observer=self._link if self.rank == 0 else None,
             admit=self._claim.admit if self._claim is not None else None,
-            board=new_board(opened.board) if self._is_sharded else None,
+            board=board,
             on_kept=self._peers.kept if self._peers is not None else None,
         )
 
@@ -1036,6 +1041,8 @@ class ElasticJob:
     @property
     def _sharded(self) -> ShardedJob:
         if self._shards is None:
+            from strata.training.sharded.job import ShardedJob  # Imports much that other jobs never need.
+
             self._shards = ShardedJob(
                 self._state,
                 rank=self.rank,

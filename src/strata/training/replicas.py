@@ -23,6 +23,7 @@ from torch import distributed
 
 from strata.core.jobs.replicas import Agreed, Odd, Undecided, judge
 from strata.core.text import counted
+from strata.torch_compat.groups import outlive_group
 from strata.training.exchange import broadcast_state, gather, rank_and_world
 from strata.training.state import TrainingState, unwrap
 
@@ -154,6 +155,7 @@ class Replicas:
             received = broadcast_state(state, source=odd.source, into=into, group=group)
             if not is_source:
                 self._state.adopt(received, rank=rank)
+            outlive_group(group)
         distributed.destroy_process_group(group)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

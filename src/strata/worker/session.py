@@ -61,6 +61,8 @@ ANSWER_MARGIN_S = 5.0
 """How long after a barrier's time-out the coordinator may take to say so."""
 ATTEMPT_S = 3.0
 """How long one of several coordinators may take to answer a call before another is asked; each time twice as long."""
+LEAST_ATTEMPT_S = 0.5
+"""What the last attempt of a call has, so that what a coordinator answers is heard, and raised."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 
 CHANNEL_OPTIONS = [
@@ -223,7 +225,7 @@ class SessionThread:
         search = self.coordinators.search()
         attempt_s = ATTEMPT_S if self.coordinators.are_several else budget_s
         while True:
-            remaining_s = max(0.05, deadline_s - time.monotonic())
+            remaining_s = max(LEAST_ATTEMPT_S, deadline_s - time.monotonic())
             try:
                 answer = await self._stubs(search.address).call_async(
                     method, request, timeout=min(attempt_s, remaining_s), metadata=self._metadata

@@ -22,8 +22,7 @@ from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
 from strata.checkpoint.errors import CheckpointError, Damaged, UnsupportedState
 from strata.checkpoint.image.nested import PLAIN, dotted, leaves, leaves_by, replaced
-from strata.checkpoint.sharded.layout import Span
-from strata.checkpoint.sharded.parts import PartReader
+from strata.checkpoint.sharded.parts import PartReader, Span
 from strata.stores.protocol import Store
 
 MEMORY_BYTES = 512 << 20

@@ -28,32 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from strata.checkpoint.catalog.manifest import Json, Manifest, Part
 from strata.checkpoint.errors import CheckpointError, Damaged, NewerFormat, UnsupportedState
+from strata.checkpoint.sharded.parts import Span
+from strata.checkpoint.sharded.plan import DTYPES
 
 SCHEMA = 1
-
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-        torch.complex128, torch.complex64, torch.complex32,
-        torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Bytes of one part."""
-
-    part: int
-    offset_bytes: int
-    size_bytes: int
-
-    @property
-    def end_bytes(self) -> int:
-        return self.offset_bytes + self.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

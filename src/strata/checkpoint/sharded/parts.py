@@ -20,7 +20,6 @@ from strata.checkpoint.catalog.manifest import Part
 from strata.checkpoint.catalog.naming import new_id, writer_of
 from strata.checkpoint.copying.digest import CHUNK_BYTES, Digest, StreamingDigest, WindowBuffer
 from strata.checkpoint.errors import Damaged
-from strata.checkpoint.sharded.layout import Span
 from strata.processes import this_process
 from strata.stores.protocol import Store, StoreError
 
@@ -40,6 +39,19 @@ _unnamed: dict[str, set[str]] = {}
 """Parts this process wrote to each store, by URL, that it does not know to be in a manifest."""
 _named: dict[str, tuple[str, ...]] = {}
 """Parts of the last manifest this process published to each store, by URL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes of one part."""
+
+    part: int
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

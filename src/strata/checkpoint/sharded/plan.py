@@ -16,17 +16,26 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from strata.checkpoint.catalog.manifest import Json, TensorEntry
 from strata.checkpoint.errors import UnsupportedState
 from strata.checkpoint.image.nested import leaves, leaves_by
-from strata.checkpoint.sharded.layout import DTYPES, Span
+from strata.checkpoint.sharded.parts import ALIGNMENT_BYTES, Span
 from strata.torch_compat.dtensors import is_distributed_tensor
 
 Path: TypeAlias = tuple[str | int, ...]
 SCHEMA = 1
-ALIGNMENT_BYTES = 64
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+        torch.complex128, torch.complex64, torch.complex32,
+        torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -75,6 +84,8 @@ def _is_terminal(value: list[Any]) -> bool:
 
 def chunks_of(state: Mapping[str, Any]) -> tuple[Chunk, ...]:
     """What this rank holds of a state. Raises `UnsupportedState` for what cannot be written down as chunks."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
     found: list[Chunk] = []
     for path, value in flattened(state):
         name = ".".join(map(str, path))

@@ -25,9 +25,15 @@ from strata.checkpoint.catalog.publish import Admit, commit
 from strata.checkpoint.copying.digest import Digest
 from strata.checkpoint.errors import PeerFailed
 from strata.checkpoint.image.nested import PLAIN, mapped
-from strata.checkpoint.sharded.layout import Span
 from strata.checkpoint.sharded.listing import key_of
-from strata.checkpoint.sharded.parts import PartWriter, WrittenPart, check_parts, clean_up_own_parts, forget
+from strata.checkpoint.sharded.parts import (
+    PartWriter,
+    Span,
+    WrittenPart,
+    check_parts,
+    clean_up_own_parts,
+    forget,
+)
 from strata.checkpoint.sharded.plan import ShardPlan, aligned, flattened
 from strata.stores.protocol import Store
 from strata.torch_compat.dtensors import group_store

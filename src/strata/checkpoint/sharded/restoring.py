@@ -29,28 +29,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from strata.checkpoint.catalog.listing import where
 from strata.checkpoint.catalog.manifest import Manifest, Part
 from strata.checkpoint.copying.digest import WindowBuffer
-from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
-from strata.checkpoint.formats.lazy import nest
+from strata.checkpoint.errors import Damaged, StateMismatch
 from strata.checkpoint.image.layout import FILE_NAME
-from strata.checkpoint.image.reading import open_tensors
-from strata.checkpoint.sharded.layout import DTYPES, Stored, decode
+from strata.checkpoint.sharded.images import ImageFound, Unusable
+from strata.checkpoint.sharded.layout import Stored, decode
 from strata.checkpoint.sharded.parts import PartReader
-from strata.checkpoint.sharded.plan import Chunk, Marked, Path, flattened, outer_paths
+from strata.checkpoint.sharded.plan import DTYPES, Chunk, Marked, Path, outer_paths
 from strata.checkpoint.sharded.reader import load_object, read_slice, read_tensors
 from strata.stores.local import LocalStore
-from strata.stores.protocol import NotFound, Store, StoreError, Truncated
+from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
-
-
-class Unusable(CheckpointError):
-    """Something that a checkpoint was to be read from cannot be: `names` says what."""
-
-    code = "unusable_source"
-
-    def __init__(self, error: CheckpointError | StoreError | str, *, names: Collection[str]) -> None:
-        super().__init__(getattr(error, "message", str(error)))
-        self.names = tuple(names)
-        self.is_away = isinstance(error, StoreError) and not isinstance(error, NotFound | Truncated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,28 +50,6 @@ class PartFile:
     store: Store | None
     """None for one that is in the memory of another machine."""
     part: Part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFound:
-    """What a rank tells the others about an image in its machine's memory."""
-
-    name: str
-    rank: int
-    machine: str
-    path: str
-    manifest: Manifest
-    objects: Mapping[Path, Any]
-
-
-def describe_image(path: str, manifest: Manifest, *, name: str, rank: int, machine: str) -> ImageFound:
-    """Look at an image of this machine. Raises `Unusable`."""
-    try:
-        state = open_tensors(path, manifest)
-        objects = {at: value for at, value in flattened(state) if not isinstance(value, torch.Tensor)}
-    except (CheckpointError, OSError) as error:
-        raise Unusable(str(error), names=[name]) from error
-    return ImageFound(name=name, rank=rank, machine=machine, path=path, manifest=manifest, objects=objects)
 
 
 class ShardedSource:
@@ -270,11 +236,3 @@ def naming(file: PartFile) -> Iterator[None]:
         yield
     except (Damaged, StoreError) as error:
         raise Unusable(error, names=[file.name]) from error
-
-
-def nested_state(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """A state from its leaves."""
-    return nest(
-        {".".join(map(str, path)): value for path, value in values.items()},
-        {".".join(map(str, path)): path for path in values},
-    )

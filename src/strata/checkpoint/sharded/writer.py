@@ -31,11 +31,12 @@ from strata.checkpoint.errors import (
     UnsupportedState,
 )
 from strata.checkpoint.events import CheckpointInfo
-from strata.checkpoint.sharded.layout import Span, encode
+from strata.checkpoint.sharded.layout import encode
 from strata.checkpoint.sharded.listing import info_of, key_of, opened
 from strata.checkpoint.sharded.parts import (
     ALIGNMENT_BYTES,
     PartWriter,
+    Span,
     WrittenPart,
     check_parts,
     clean_up_own_parts,

@@ -20,15 +20,12 @@ from pathlib import Path
 from strata.coordinator.auth.principals import Forbidden, Principal
 from strata.core.messages import shorten
 from strata.errors import StrataError
+from strata.launch.context import CHECKPOINTS_FOLDER, DATA_FOLDER
 
 SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/run/secrets", "/run/credentials")
 """Read for nobody, whatever is configured: `/var/run` leads to `/run`."""
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure")
 ENV_FILE = ".env"
-TASK_CHECKPOINTS = "checkpoints"
-"""In a task's folder, what its workers save."""
-TASK_DATA = "data"
-"""In a task's folder, what its workers have prepared to be trained on."""
 HOME_FOLDERS = ("/home", "/Users")
 """Each folder in them is somebody's home, whether this machine can name them or not."""
 HOW = (
@@ -81,10 +78,10 @@ class ReadScope:
     def check_resolved(self, real: str, *, shown: str = "") -> None:
         """For a path without symlinks. `shown` is what the caller has named: where it leads is not for everyone."""
         name = shorten(shown or real, 200)
-        if self.checkpoints and self._is_of_a_task(real, TASK_CHECKPOINTS):
+        if self.checkpoints and self._is_of_a_task(real, CHECKPOINTS_FOLDER):
             return
         is_env_file = os.path.basename(real) == ENV_FILE
-        if self._is_of_a_task(real, TASK_DATA) and not is_env_file:
+        if self._is_of_a_task(real, DATA_FOLDER) and not is_env_file:
             self._require_admin(name)
             return
         if _is_inside(real, (*SYSTEM, *self.private)) or is_env_file:

@@ -200,10 +200,10 @@ class _Outbox:
                 log.warning(
                     "channel %s did not accept a notification; retrying: %s", channel.name, sent.error
                 )
+        log.error("channel %s was not notified that %s: %s", channel.name, notification.title, sent.error)
         with self._changed:
             self._failed += 1
         self._count("failed")
-        log.error("channel %s was not notified that %s: %s", channel.name, notification.title, sent.error)
 
     def _waits_in_vain(self, pause_s: float) -> bool:
         """Pause; True where the coordinator ends first."""

@@ -14,7 +14,7 @@ from strata.core.cluster import Cluster
 from strata.core.fleet.tasks import Task
 from strata.core.messages import DatasetSpec
 from strata.launch.concealer import SECRET_SHOWN
-from strata.launch.context import TASK_VARIABLE, TaskContext, TaskDataset
+from strata.launch.context import CHECKPOINTS_FOLDER, TASK_VARIABLE, TaskContext, TaskDataset
 from strata.launch.protocol import LaunchFailed, LaunchPlan
 from strata.launch.recipes import Recipes
 
@@ -50,7 +50,7 @@ class Planner:
         task_dir = self.tasks_dir / spec.task_id
         config = recipe.full_config(json.loads(spec.config_json))
         dataset = cluster.datasets.get(spec.dataset_id) if spec.dataset_id is not None else None
-        checkpoints = str(task_dir / "checkpoints")
+        checkpoints = str(task_dir / CHECKPOINTS_FOLDER)
         places = {"task_id": spec.task_id, "task_dir": str(task_dir), "checkpoints": checkpoints}
         if dataset is not None:
             places["dataset_path"] = dataset.path

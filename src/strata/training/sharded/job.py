@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,31 +13,23 @@ from torch import distributed
 from torch.distributed.checkpoint.planner import ReadItem
 
 from strata.checkpoint.catalog.manifest import Manifest
-from strata.checkpoint.copying.staging import find_snapshots, read_snapshot
+from strata.checkpoint.copying.staging import read_snapshot
 from strata.checkpoint.errors import CheckpointError, Damaged, StateMismatch
 from strata.checkpoint.image.in_place import verify_image
 from strata.checkpoint.image.layout import Plan, Prepared
 from strata.checkpoint.manager import CheckpointManager
 from strata.checkpoint.peers.wire import PeerError
+from strata.checkpoint.sharded.images import ImageFound, Unusable, describe_image, nested_state
 from strata.checkpoint.sharded.layout import Stored
 from strata.checkpoint.sharded.plan import Marked, ShardPlan, chunks_of
 from strata.checkpoint.sharded.plan import Path as StatePath
-from strata.checkpoint.sharded.publishing import Board, GroupBoard, OwnBoard, Shards
-from strata.checkpoint.sharded.restoring import (
-    ImageFound,
-    Reading,
-    ShardedSource,
-    Unusable,
-    describe_image,
-    nested_state,
-    slice_of,
-)
+from strata.checkpoint.sharded.publishing import Shards
+from strata.checkpoint.sharded.restoring import Reading, ShardedSource, slice_of
 from strata.core.jobs.job import LoadReport, LoadShards
-from strata.shared_memory import folder_name, images_folder, job_folder, memory_roots, remove_job
 from strata.stores.protocol import Store, StoreError
 from strata.torch_compat.dtensors import local_of
 from strata.training.data_world import DataWorld
-from strata.training.exchange import exchange_device, gather, is_distributed, rank_and_world
+from strata.training.exchange import exchange_device, gather
 from strata.training.peer_copies import PeerCopies
 from strata.training.sharded.shards import RNG, Locals, ShardedState, is_generator_of
 from strata.training.state import TrainingState
@@ -55,20 +46,6 @@ class _Described:
     """Of the checkpoint, by the destination's URL."""
     error: str = ""
     struck: tuple[str, ...] = ()
-
-
-def own_slot() -> int:
-    """This rank's place on its machine."""
-    return int(os.environ.get("LOCAL_RANK", rank_and_world()[0]))
-
-
-def slot_name(run: str, slot: int) -> str:
-    """What a rank's images are called in its machine's memory: the next process in the same place finds them, whatever its rank."""
-    return folder_name(f"s{slot}-{run}")
-
-
-def new_board(name: str) -> Board:
-    return GroupBoard(name) if is_distributed() else OwnBoard()
 
 
 class ShardedJob:
@@ -352,34 +329,3 @@ def _is_same(image: ImageFound, targets: Mapping[StatePath, torch.Tensor]) -> bo
         return False
     held = {chunk for chunk in marked.chunks if chunk.dtype}
     return held == set(chunks_of(nested_state(targets)))
-
-
-def left_over_images(run: str, *, root: Path | None, local_world_size: int) -> list[tuple[str, Manifest]]:
-    """Images of this run that no process of this machine will take over, because there are fewer now: path and manifest."""
-    found: list[tuple[str, Manifest]] = []
-    for name in _left_over_slots(run, root=root, local_world_size=local_world_size):
-        found += [(str(s.path), s.manifest) for s in find_snapshots(name, root=root)]
-    return found
-
-
-def drop_left_over(run: str, *, root: Path | None, local_world_size: int) -> None:
-    """Give their memory back: there is a newer snapshot."""
-    for name in _left_over_slots(run, root=root, local_world_size=local_world_size):
-        for each in memory_roots(root):
-            remove_job(job_folder(name, root=each))
-
-
-def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> set[str]:
-    found = set()
-    for each in memory_roots(root):
-        folder = images_folder(each)
-        for name in os.listdir(folder) if folder.is_dir() else ():
-            number = name.removeprefix("job-s").partition("-")[0]
-            if number.isdecimal() and int(number) >= local_world_size and name == slot_name(run, int(number)):
-                found.add(name)
-    return found
-
-
-def local_world_size() -> int:
-    """How many ranks this machine has; where nobody has said so, as many as there are."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_and_world()[1]))

@@ -127,7 +127,7 @@ def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 SHOW = """
 import os, sys
 import beside
-# In one piece: lines of a program that is not Python reach the terminal as it writes them.
+# In one piece: with --no-python nothing keeps the lines of two ranks apart.
 rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
 sys.stdout.write(f"rank {rank} of {world} {sys.argv[1:]} {__name__} {beside.there}\\n")
 """

@@ -32,5 +32,6 @@ export default defineConfig(({ command }) => ({
   test: {
     include: ["src/**/*.test.{ts,tsx}"],
     testTimeout: 30_000,
+    hookTimeout: 30_000,
   },
 }));

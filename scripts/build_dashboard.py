@@ -50,7 +50,7 @@ def build(*, bin_folder: Path | None = None, tell: Callable[[str], None] = say) 
     with _alone():
         if is_current():
             return False
-        install_modules(node, SOURCES, tell=tell)
+        _install_modules(node, SOURCES, tell=tell)
         made_from = digest()
         tell("building")
         _npm(node, SOURCES, "run", "build", "--", "--outDir", str(BUILT), "--emptyOutDir")
@@ -84,6 +84,11 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 def install_modules(node: Path, folder: Path, *, tell: Callable[[str], None] = say) -> None:
     """The packages named in the lock file of the folder, when they are not there already."""
+    with _alone():
+        _install_modules(node, folder, tell=tell)
+
+
+def _install_modules(node: Path, folder: Path, *, tell: Callable[[str], None]) -> None:
     if has_modules(folder):
         return
     tell("installing its packages")

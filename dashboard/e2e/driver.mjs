@@ -12,9 +12,12 @@ import { AxeBuilder } from "@axe-core/playwright";
 import { chromium } from "playwright-core";
 
 const TIMEOUT_MS = 45_000;
+/** On a busy machine it takes long until the browser's processes are there. */
+const START_TIMEOUT_MS = 120_000;
 const settings = JSON.parse(process.argv[2] ?? "{}");
 
 const browser = await chromium.launch({
+  timeout: START_TIMEOUT_MS,
   executablePath: settings.chromium ?? "/usr/bin/chromium",
   args: ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--force-color-profile=srgb"],
 });

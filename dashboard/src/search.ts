@@ -14,13 +14,13 @@ export function stringifySearch(search: Record<string, unknown>): string {
   return pairs.length === 0 ? "" : `?${new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString()}`;
 }
 
-/** The filters of this page and a setter. Typing replaces the history entry, selecting adds one. */
-export function useFilters(): [Search, (change: Search, how?: { replace?: boolean }) => void] {
+/** The filters of this page and a setter, which may take a function of the latest ones. Typing replaces the history entry, selecting adds one. */
+export function useFilters(): [Search, (change: Search | ((before: Search) => Search), how?: { replace?: boolean }) => void] {
   const search = useSearch({ strict: false }) as Search;
   const navigate = useNavigate();
   const change = useCallback(
-    (next: Search, how?: { replace?: boolean }) => {
-      void navigate({ to: ".", search: (before: Search) => ({ ...before, ...next }), replace: how?.replace ?? false } as never);
+    (next: Search | ((before: Search) => Search), how?: { replace?: boolean }) => {
+      void navigate({ to: ".", search: (before: Search) => ({ ...before, ...(typeof next === "function" ? next(before) : next) }), replace: how?.replace ?? false } as never);
     },
     [navigate],
   );

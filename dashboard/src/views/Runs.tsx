@@ -73,6 +73,10 @@ function RunName({ row }: { row: Row }) {
   );
 }
 
+function toggled(ids: readonly string[], id: string): readonly string[] {
+  return ids.includes(id) ? ids.filter((each) => each !== id) : [...ids, id];
+}
+
 export function Runs() {
   const [filters, set] = useFilters();
   const navigate = useNavigate();
@@ -82,7 +86,7 @@ export function Runs() {
   const query = filters["q"]?.toLowerCase() ?? "";
   const shown = useMemo(() => rows.filter((row) => `${row.name} ${row.id} ${row.tags.join(" ")}`.toLowerCase().includes(query)), [rows, query]);
   const picked = useMemo(() => idsOf(filters["pick"]), [filters]);
-  const columns = useMemo(() => columnsFor(picked, (id) => set({ pick: textOf(picked.includes(id) ? picked.filter((p) => p !== id) : [...picked, id]) }, { replace: true })), [picked, set]);
+  const columns = useMemo(() => columnsFor(picked, (id) => set((before) => ({ pick: textOf(toggled(idsOf(before["pick"]), id)) }), { replace: true })), [picked, set]);
   return (
     <Page
       title="Runs"

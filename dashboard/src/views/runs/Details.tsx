@@ -152,8 +152,10 @@ function Notes(props: { id: string; info: RunInfo }) {
   const [tag, setTag] = useState("");
   const work = useMutation({
     mutationFn: (body: { tags?: string[]; notes?: string }) => post<RunInfo>(`/runs/${encodeURIComponent(info.run)}/notes`, body),
-    onSuccess: (after) => {
-      queries.setQueryData(["run", id, "info"], after);
+    onSuccess: async (after) => {
+      const queryKey = ["run", id, "info"];
+      await queries.cancelQueries({ queryKey }); // What was asked for before would bring back what is gone.
+      queries.setQueryData(queryKey, after);
       void queries.invalidateQueries({ queryKey: ["runs"] });
     },
   });

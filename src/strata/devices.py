@@ -1,4 +1,4 @@
-"""This machine's GPUs, as the kernel and the driver report them: faults, and which one a worker has.
+"""This machine's GPUs, as the kernel and the driver report them: faults, and which one a worker has. With the kernel's log.
 
 Whatever cannot be read here (no permission, no driver) is simply not reported. Needs no torch.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from strata.core.faults.failures import LINES_KEPT
@@ -24,22 +26,42 @@ _RECORD_BYTES = 8192
 
 def device_faults(since_mono_s: float, *, path: str = KERNEL_LOG) -> tuple[str, ...]:
     """The kernel's newest lines about GPUs that failed, since then."""
+    return tuple(deque(kernel_lines(_XID, since_mono_s, path=path) or (), maxlen=LINES_KEPT))
+
+
+def kernel_lines(
+    pattern: re.Pattern[str], since_mono_s: float, *, path: str = KERNEL_LOG
+) -> list[str] | None:
+    """Lines of the kernel's log since then in which the pattern is found; None where the log cannot be read."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return ()
-    found: deque[str] = deque(maxlen=LINES_KEPT)
+        return None
+    found = []
     try:
-        while record := os.read(log, _RECORD_BYTES):  # Each read is one record: `6,339,5140900,-;text`.
-            for line in record.decode(errors="replace").splitlines():
+        for record in _records(log):
+            for line in record.splitlines():
                 facts, _, text = line.partition(";")
-                if _XID.search(text) and int(facts.split(",")[2]) / 1e6 >= since_mono_s:
+                if pattern.search(text) and int(facts.split(",")[2]) / 1e6 >= since_mono_s:
                     found.append(text)
-    except (OSError, ValueError, IndexError):
-        pass  # Its end, or a record that was overwritten meanwhile.
+    except (ValueError, IndexError):
+        pass  # Not a record of the kernel's.
     finally:
         os.close(log)
-    return tuple(found)
+    return found
+
+
+def _records(log: int) -> Iterator[str]:
+    """Each read is one: `6,339,5140900,-;text`."""
+    with suppress(OSError):  # There is none left.
+        while True:
+            with suppress(
+                BrokenPipeError
+            ):  # It was overwritten meanwhile: the next read is of the oldest that is left.
+                record = os.read(log, _RECORD_BYTES)
+                if not record:
+                    return
+                yield record.decode(errors="replace")
 
 
 class DeviceWatch:
@@ -104,9 +126,17 @@ class DeviceWatch:
         return 0
 
 
-def device_of(local_rank: int) -> str:
-    """Which of the machine's GPUs a worker has; empty where there are none."""
-    if not os.path.exists(DRIVER):
+def device_of(local_rank: int, *, driver: str = DRIVER) -> str:
+    """Which of the machine's GPUs a worker has, if each worker has one of its own; else empty."""
+    if not os.path.exists(driver):
         return ""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return visible[local_rank] if local_rank < len(visible) else str(local_rank)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        try:
+            count = len(os.listdir(os.path.join(os.path.dirname(driver), "gpus")))
+        except OSError:  # Nobody says how many there are.
+            return str(local_rank)
+        return str(local_rank) if local_rank < count else ""
+    # CUDA takes what comes before the first name of none.
+    names = [*takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(",")))]
+    return names[local_rank] if local_rank < len(names) else ""

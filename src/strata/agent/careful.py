@@ -88,11 +88,8 @@ class CarefulAgent(Agent):
         ends = {slot: (code, pid) for slot, (code, pid) in ends.items() if pid not in self._concluded}
         if not ends:
             return
-        oom_killed = any(code == -9 for code, _ in ends.values()) and self._oom_kills.take()
         failures = [
-            self.failure(
-                slot, pid, code=code, error=read_report(error_files.get(slot, "")), oom_killed=oom_killed
-            )
+            self.failure(slot, pid, code=code, error=read_report(error_files.get(slot, "")))
             for slot, (code, pid) in sorted(ends.items())
         ]
         self.conclude(failures)
@@ -104,7 +101,6 @@ class CarefulAgent(Agent):
         *,
         code: int | None,
         error: WorkerError | None = None,
-        oom_killed: bool = False,
         replaced: str = "",
     ) -> Failure:
         """All that this machine knows of how a worker ended."""
@@ -118,7 +114,7 @@ class CarefulAgent(Agent):
             exit_code=code,
             # Who was killed may have reported something before, which others lead to.
             error=error if code is None or code >= 0 or code == -15 else None,
-            oom_killed=oom_killed and code == -9,
+            oom_killed=code == -signal.SIGKILL and self._oom_kills.take(pid),
             device_faults=trimmed(self._faults_of(device_of(slot))),
             last_lines=trimmed(last_lines(os.environ.get(SUPERVISOR_VARIABLE), rank)),
             replaced=replaced,

@@ -141,8 +141,8 @@ class AgentChannel:
             with self._lock:
                 self._workers[self._slots[connection]] = connection
         slot = self._slots.get(connection)
-        if slot is None:
-            return
+        if slot is None or self._workers.get(slot) is not connection:
+            return  # Another process has its place.
         answer = self._handle(slot, message)
         if answer is not None:
             with suppress(OSError):

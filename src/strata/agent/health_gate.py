@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("strata.rendezvous")
 
 HEALTH_VARIABLE = "STRATA_HEALTH"
-REPORT_S = 2.0
+LATER_REPORT_S = 60.0
+"""How long a report may take for which nobody waits."""
 CHOICES = ("auto", "on", "off")
 SUSPICIOUS_SIGNALS = frozenset({signal.SIGBUS, signal.SIGILL, signal.SIGSEGV})
 """Which a program gets for its own mistakes too, and from memory that fails."""
@@ -80,7 +81,7 @@ def is_suspicious(failure: Failure) -> bool:
 def _check_again(coordinator: str, reason: str) -> None:
     from strata.rpc.cas import CoordinatorCasClient
 
-    client = CoordinatorCasClient(coordinator, timeout_s=REPORT_S)
+    client = CoordinatorCasClient(coordinator, timeout_s=LATER_REPORT_S)
     try:
         _report(client, _examine(), reason=reason)
     finally:

@@ -36,7 +36,9 @@ SLURM_WARNING_S = 600.0
 GRACE_VARIABLE = "STRATA_GRACE_S"
 """How long after SIGTERM this machine or container is there: Kubernetes' terminationGracePeriodSeconds, the time of Slurm's --signal."""
 DEADLINE_FILE, OUTCOME_PREFIX = "leave-by", "left-"
-REPORT_S = 2.0
+REPORT_S, LONGEST_REPORT_S = 2.0, 30.0
+SIGNAL_AGAIN_S = 5.0
+"""A signal may be lost in whatever the agent does: one that has not begun to leave by then is signalled when it is asked again."""
 
 
 class Leaving:
@@ -45,6 +47,8 @@ class Leaving:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handover = Handover()
+        self._signalled_s: float | None = None
+        """When this agent has asked itself to leave, by a signal."""
         self._is_asked = False
         """The workers are being ended."""
         self._kill: Callable[[], None] | None = None
@@ -78,7 +82,18 @@ class Leaving:
             self._shorten()
         else:
             self._write_deadline()
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.ask()
+
+    def ask(self) -> bool:
+        """Have this agent leave as after SIGTERM; False where it does already, and would be interrupted."""
+        now_s = time.monotonic()
+        with self._lock:
+            was_signalled = self._signalled_s is not None and now_s - self._signalled_s < SIGNAL_AGAIN_S
+            if was_signalled or self._is_asked:
+                return False
+            self._signalled_s = now_s
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
 
     def begin(self, kill: Callable[[], None]) -> float | None:
         """Workers are about to be asked to leave: how long they have, in seconds; None where nobody has said. `kill` ends those that
@@ -115,7 +130,9 @@ class Leaving:
         )
         log.warning("this machine has left the run: %s%s", summary.reason, lost)
         if coordinator:
-            _report(summary, launch=launch, coordinator=coordinator)
+            notice = self._handover.notice
+            left_s = notice.deadline_s - time.monotonic() if notice is not None else 0.0
+            _report(summary, launch=launch, coordinator=coordinator, within_s=call_limit_s(left_s))
         self._end_in_time()  # Whoever is late has said what there is to say.
         return summary
 
@@ -166,7 +183,12 @@ def _folder() -> Path | None:
     return Path(path).parent if path else None
 
 
-def _report(summary: Summary, *, launch: str, coordinator: str) -> None:
+def call_limit_s(left_s: float) -> float:
+    """How long a coordinator may take to answer a machine that has so long left."""
+    return min(max(REPORT_S, left_s / 2), LONGEST_REPORT_S)
+
+
+def _report(summary: Summary, *, launch: str, coordinator: str, within_s: float) -> None:
     from strata.rpc.cas import CoordinatorCasClient
 
     host, job = socket.gethostname(), os.environ.get("STRATA_JOB_ID", "")
@@ -180,7 +202,7 @@ def _report(summary: Summary, *, launch: str, coordinator: str) -> None:
         where=summary.where,
         reason=summary.reason,
     )
-    client = CoordinatorCasClient(coordinator, timeout_s=REPORT_S)
+    client = CoordinatorCasClient(coordinator, timeout_s=within_s)
     try:
         client.report_handover(command)
     except ConnectionError as error:

@@ -267,9 +267,10 @@ def watch(coordinator: str) -> NoticeWatch | None:
 
 def _tell(coordinator: str, source: str, found: Announced) -> None:
     """The machine is drained from now on, for all its runs."""
+    from strata.agent.leaving import call_limit_s
     from strata.rpc.cas import CoordinatorCasClient
 
-    client = CoordinatorCasClient(coordinator, timeout_s=ANSWER_S)
+    client = CoordinatorCasClient(coordinator, timeout_s=call_limit_s(found.within_s))
     try:
         client.announce_drain(
             socket.gethostname(), within_s=found.within_s, reason=found.reason, source=source

@@ -299,8 +299,7 @@ class RegroupingAgent(CarefulAgent):
                 continue
             self._noted.add(pids[slot])
             error = take_report(self.processes.error_files[slot]) if code > 0 else None
-            oom_killed = code == -signal.SIGKILL and self._oom_kills.take()
-            failure = self.failure(slot, pids[slot], code=code, error=error, oom_killed=oom_killed)
+            failure = self.failure(slot, pids[slot], code=code, error=error)
             with self._lock:
                 self._regroup.ended(slot, str(failure), now_s=time.monotonic())
             if code == 0:
@@ -369,10 +368,10 @@ class RegroupingAgent(CarefulAgent):
                 self._regroup.taken(slot, instruction.spare, now_s=time.monotonic())
                 self._numbers[slot] = instruction.spare
         else:
-            pid = self.processes.replace(slot, {ENTRANCE_VARIABLE: "wait", SLOT_VARIABLE: str(slot)})
-            with self._lock:
+            with self._lock:  # Before it is there: it may arrive at once.
                 self._regroup.replaced(slot, now_s=time.monotonic())
                 self._numbers[slot] = slot
+            pid = self.processes.replace(slot, {ENTRANCE_VARIABLE: "wait", SLOT_VARIABLE: str(slot)})
         self.get_worker_group().workers[slot].id = pid
 
     def _start_spare(self, number: int) -> None:
@@ -380,9 +379,9 @@ class RegroupingAgent(CarefulAgent):
         assert self.processes is not None
         rank = self.get_worker_group().workers[0].world_size + number - self._slots
         variables = {ENTRANCE_VARIABLE: "spare", SLOT_VARIABLE: str(number), "RANK": str(rank)}
-        pid = self.processes.start_spare(number, {**variables, "LOCAL_WORLD_SIZE": str(self._slots)})
-        with self._lock:
+        with self._lock:  # Before it is there: it may arrive at once.
             self._regroup.spare_started(number, now_s=time.monotonic())
+        pid = self.processes.start_spare(number, {**variables, "LOCAL_WORLD_SIZE": str(self._slots)})
         log.info("a spare is started (pid %d)", pid)
 
     def _meet(self, instruction: Meet) -> None:

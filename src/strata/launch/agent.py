@@ -33,9 +33,12 @@ def main() -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        # A signal may come once more while torch's handler is there, and what it has ended cleans up.
+        number = getattr(error, "sigval", None)
+        if number is None:
+            traceback.print_exc()
+        code = 1 if number is None else 128 + int(number)
     _leave(code)
 
 

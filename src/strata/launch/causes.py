@@ -1,8 +1,8 @@
 """Why a run failed: the first failure of each round of workers, from what workers report and what torchrun prints.
 
 A worker that raises reports it with its traceback (`strata.launch.entry`). One that is killed cannot; torchrun names its
-rank and exit status. SIGKILL beside a count of the kernel's out-of-memory kills that has just risen is called by that
-name. Whether another start can help is decided by the run's policy (`strata.core.faults.restarts`).
+rank, process and exit status. A kill by the kernel for want of memory is called by that name. Whether another start can help
+is decided by the run's policy (`strata.core.faults.restarts`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
 """Sent by somebody else: they say nothing about what the program will do next time."""
 
 
-_AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
+_AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Failures:
         found = _AGENT_LINE.search(text) if rank is None else None
         if found is None:
             return None
-        cause = self._last_round = self._of_worker(int(found[2]), int(found[1]))
+        cause = self._last_round = self._of_worker(int(found[2]), int(found[1]), pid=int(found[3]))
         now_s = self._clock()
         lasted_s = now_s - self._round_began_s
         error = root_cause([report.error for report in self._reports]) if int(found[1]) > 0 else None
@@ -116,7 +116,9 @@ class Failures:
         """What it printed last to its standard error."""
         return tuple(self._lines.get(rank) or self._lines_before.get(rank) or ())
 
-    def cause(self, agent_code: int, *, asked_to_stop: bool) -> ExitCause | None:
+    def cause(
+        self, agent_code: int, *, asked_to_stop: bool, agent_pid: int | None = None
+    ) -> ExitCause | None:
         """Why the run ended; None where it ended well or as it was asked to."""
         hopeless = self.hopeless()
         if asked_to_stop:
@@ -130,17 +132,17 @@ class Failures:
             return hopeless
         if agent_code > 0 and self._last_round is not None:
             return self._last_round
-        return self._of_process("the torchrun agent", None, agent_code)
+        return self._of_process("the torchrun agent", None, agent_code, pid=agent_pid)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _of_worker(self, rank: int, code: int) -> ExitCause:
+    def _of_worker(self, rank: int, code: int, *, pid: int | None = None) -> ExitCause:
         report = next((t for t in self._reports if t.rank == rank), None)
         if code > 0 and self._reports and (report is None or report.error.is_about_peers):
             blamed = root_cause([one.error for one in self._reports])
             report = next(one for one in self._reports if one.error is blamed)
         if report is None or code < 0:
-            return self._of_process(f"rank {rank}", rank, code)
+            return self._of_process(f"rank {rank}", rank, code, pid=pid)
         if report.error.traceback:
             return ExitCause(
                 kind="exception",
@@ -151,7 +153,7 @@ class Failures:
             )
         return self._of_process(f"rank {report.rank}", report.rank, report.exit_code)
 
-    def _of_process(self, who: str, rank: int | None, code: int) -> ExitCause:
+    def _of_process(self, who: str, rank: int | None, code: int, *, pid: int | None = None) -> ExitCause:
         lines = "\n".join(self._lines.get(rank, ()))
         if code >= 0:
             # Indented lines belong to the one that says what happened.
@@ -165,7 +167,7 @@ class Failures:
                 traceback=lines,
             )
         name = signal_name(-code)
-        if name == "SIGKILL" and self._oom_kills.take():
+        if name == "SIGKILL" and pid is not None and self._oom_kills.take(pid):
             message = f"{who} was killed by the kernel because memory ran out (SIGKILL)"
             return ExitCause(kind="oom", message=message, rank=rank, exit_code=code, signal=name)
         return ExitCause(

@@ -15,6 +15,8 @@ from strata.files import make_file_private
 from strata.launch.protocol import LaunchFailed
 
 START_S = 90.0
+KILLED_S = 60.0
+"""How long one may take to end after SIGKILL, on a machine that is busy."""
 
 
 class CoordinatorProcess:
@@ -62,7 +64,7 @@ class CoordinatorProcess:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(KILLED_S)
 
     def stop(self) -> None:
         if self.process is None or self.process.poll() is not None:

@@ -49,7 +49,10 @@ BREATH_S = 0.01
 POSITION_S = 1.0
 SAFE_S = 5.0
 """After so long, what was reported is on the listener's disk too."""
-APPEAR_S = 30.0
+APPEAR_S, START_S = 30.0, 300.0
+"""How long a supervisor may take to say who it is: one of an earlier coordinator, which may be no more, and one that was started now."""
+WRITE_S = 10.0
+"""How long it may take to write down how its run has ended, after it was ended by force."""
 LEAVE_S = 10.0
 """What is left of a run whose supervisor was killed has this long to save and leave."""
 
@@ -184,7 +187,7 @@ class LocalLauncher:
 
     async def _watch(self, run: _Run) -> None:
         plan = run.plan
-        appear_by_s = time.monotonic() + APPEAR_S
+        appear_by_s = time.monotonic() + (APPEAR_S if run.child is None else START_S)
         while True:
             ended = _read(plan.run_dir / "ended.json")
             if ended is not None:
@@ -282,7 +285,8 @@ class LocalLauncher:
         # The supervisor stays, to write down how it ended.
         spare = (run.supervisor.pid,) if run.supervisor is not None else ()
         await asyncio.to_thread(end_processes, run.plan.run_id, spare=spare, patience_s=2.0)
-        await asyncio.sleep(2.0)
+        if run.watching is not None:
+            await asyncio.wait({run.watching}, timeout=WRITE_S)
         if run.plan.run_id in self._runs:
             await asyncio.to_thread(end_processes, run.plan.run_id)
 

@@ -87,7 +87,7 @@ class Supervisor:
         server.close()
         address.unlink(missing_ok=True)
         self._output.close()
-        cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop)
+        cause = self._failures.cause(code, asked_to_stop=self._asked_to_stop, agent_pid=agent.pid)
         write_atomically(
             self._run_dir / "ended.json", {"cause": asdict(cause) if cause is not None else None}
         )

@@ -22,6 +22,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from strata.torch_compat.groups import settle_at_exit
 from strata.training.replicas import Replicas
 from strata.training.state import TrainingState
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=100)
     asked = parser.parse_args()
+    settle_at_exit()
     if "RANK" not in os.environ:
         meeting = f"file://{Path(tempfile.mkdtemp()) / 'meeting'}"
         distributed.init_process_group(asked.backend, init_method=meeting, rank=0, world_size=1)

@@ -21,6 +21,7 @@ import contextlib
 import io
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -70,6 +71,18 @@ def fresh_folder(path: Path, *, mode: int = 0o700, overwrite: bool = False) -> I
         move_into_place(fresh, path, durable=True)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """With its parents, if it is not there yet; also while other processes make and remove it, where `Path.mkdir` may raise."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # It has just been removed.
+                if not stat.S_ISDIR(folder.stat().st_mode):
+                    raise
 
 
 def _beside(path: Path) -> Path:

@@ -158,12 +158,10 @@ class ChaosRun:
         """Returns the victim's name and what ends the fault."""
         match fault:
             case "kill":
-                pid = self._random.choice(self._workers())
-                os.kill(pid, self.kill_signal)
+                pid = self._signal_a_worker(self.kill_signal)
                 return f"worker process {pid}", _nothing
             case "stop":
-                pid = self._random.choice(self._workers())
-                os.kill(pid, signal.SIGSTOP)
+                pid = self._signal_a_worker(signal.SIGSTOP)
                 return f"worker process {pid}", lambda: _continue(pid)
             case "agent":
                 number = self._random.choice([n for n, a in enumerate(self.agents) if a.is_running])
@@ -173,6 +171,14 @@ class ChaosRun:
                 self.coordinator.kill()
                 self.coordinator.start()
                 return "the coordinator", _nothing
+
+    def _signal_a_worker(self, number: int) -> int:
+        """Whoever it was. One that has ended by itself since it was listed is none."""
+        while True:
+            pid = self._random.choice(self._workers())
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                return pid
 
     def _workers(self) -> list[int]:
         found = [pid for agent in self.agents if agent.is_running for pid in agent.workers()]

@@ -76,8 +76,8 @@ EPOCH = Instant(mono_s=0.0, wall_s=0.0)
 PIECE_S = 0.0005
 """How long the state is looked at, at a time, for a snapshot in the background: a heartbeat waits no longer for that."""
 PIECE_EVENTS = 100
-PIECE_REST = 9.0
-"""Everything else has so many times as long before the next piece."""
+PIECE_REST, LONGEST_REST_S = 9.0, 0.5
+"""Everything else has so many times as long before the next piece, but no longer: a disk that is slow must not hold up the snapshot."""
 
 
 class Clock(Protocol):
@@ -454,7 +454,7 @@ class Engine:
             self._since_snapshot = self._since_snapshot_bytes = 0
 
     async def _compact(self, history: Iterator[Event], snapshot: Snapshot) -> None:
-        """Between pieces everything else has its turn, for several times as long as a piece has taken here."""
+        """Between pieces everything else has its turn, for several times as long as a piece has taken."""
         started_s = time.monotonic()
         size_bytes = 0
         try:
@@ -476,7 +476,7 @@ class Engine:
         log.debug("compacted to %d bytes in %.1f s", size_bytes, time.monotonic() - started_s)
 
     async def _rest(self, worked_s: float) -> None:
-        await asyncio.sleep(0.0 if self._stopping else PIECE_REST * worked_s)
+        await asyncio.sleep(0.0 if self._stopping else min(PIECE_REST * worked_s, LONGEST_REST_S))
 
     async def _end_compaction(self, *, wait: bool) -> None:
         """Raises what it has failed with, when it has ended."""

@@ -7,8 +7,6 @@ present; everything else is shared with the etcd back end.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
 from contextlib import suppress
 
@@ -72,10 +70,10 @@ def create_strata_handler(params: RendezvousParameters) -> CasRendezvousHandler:
         if within_s is not None:
             LEAVING.notice(source="the coordinator", reason=reason, within_s=within_s)
             return
-        logger.error(
-            "the machine '%s' was quarantined (%s): it leaves the run '%s'", host, reason, params.run_id
-        )
-        os.kill(os.getpid(), signal.SIGTERM)  # As whoever asks an agent to leave: its workers save first.
+        if LEAVING.ask():  # Every notice says so from now on.
+            logger.error(
+                "the machine '%s' was quarantined (%s): it leaves the run '%s'", host, reason, params.run_id
+            )
 
     handler.admit = admit
     key, node = handler.backend.state_key, str(handler.this_node)

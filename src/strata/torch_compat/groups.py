@@ -42,7 +42,7 @@ THREAD = "pt_gloo_runloop"
 NAMES_THREADS = torch_version() >= (2, 13)
 """Verified with 2.13 and 2.15; with 2.7 they are called as the program is."""
 ACTIVITY = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
-SETTLING_S = 1.0
+SETTLING_S = 5.0
 """More than freeing takes, and no more than a script's end may be late for a collective that hangs."""
 _SWITCH_INTERVAL_S, _LOOK_S = 0.001, 0.005
 """A thread that waits for Python's lock wakes several times between two looks."""
@@ -150,7 +150,8 @@ def _read(path: Path) -> str:
 
 
 def sum_over_loopback(ranks: int, count: int, *, timeout_s: float) -> list[float]:
-    """What each of so many ranks, all in this process, gets when their numbers (1, 2, …) are added over loopback with gloo."""
+    """What each of so many ranks, all in this process, gets when their numbers (1, 2, …) are added over loopback with gloo. Raises
+    `TimeoutError` where they are not done in time."""
     gloo: Any = distributed.ProcessGroupGloo
     store = HashStore()
     sums = [0.0] * ranks
@@ -171,8 +172,11 @@ def sum_over_loopback(ranks: int, count: int, *, timeout_s: float) -> list[float
     threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
+    deadline_s = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(max(0.0, deadline_s - time.monotonic()))
     if errors:
         raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"ranks did not meet over loopback within {timeout_s:g} s")
     return sums

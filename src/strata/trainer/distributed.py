@@ -198,6 +198,9 @@ def setup_distributed_environment(
     ) as error:  # DistNetworkError, DistStoreError and DistBackendError are RuntimeErrors.
         address = init_method or f"{world.master_addr}:{world.master_port}"
         raise _setup_error(error, world=world, address=address, timeout_s=timeout_s) from error
+    from strata.torch_compat.groups import settle_at_exit
+
+    settle_at_exit()
     return world
 
 

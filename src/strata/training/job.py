@@ -593,6 +593,9 @@ class ElasticJob:
         if self._live_run is not None:
             self._live_run.detach(self)
             self._live_run = None
+            if failed and self._preemption is not None and self._preemption.number is not None:
+                # Who is asked to leave while it leaves a generation enters no other.
+                os.kill(os.getpid(), self._preemption.number)
 
     @property
     def had_saved(self) -> bool:

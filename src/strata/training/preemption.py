@@ -29,7 +29,8 @@ class Preemption:
 
     def __init__(self, *, deadline_s: float, on_late: Callable[[], None] = lambda: None) -> None:
         """`on_late` is called, on another thread, before the process ends because it was not done in time."""
-        self.requested = False
+        self.number: int | None = None
+        """Which signal has come."""
         self._deadline_s = deadline_s
         self._on_late = on_late
         self._until_s = math.inf
@@ -53,10 +54,14 @@ class Preemption:
         if announced_s is not None:
             self._deadline_s = max(0.0, announced_s - now_s)
         self._until_s = now_s + self._deadline_s
-        self.requested = True
+        self.number = number
         self._timer = threading.Timer(self._deadline_s, self._too_late)
         self._timer.daemon = True
         self._timer.start()
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
 
     @property
     def left_s(self) -> float:

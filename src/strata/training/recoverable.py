@@ -336,8 +336,9 @@ class _Recovery(Generic[R]):
 
     def _watch_leaving(self, groups: ProcessGroups, patience_s: float) -> None:
         limit_s = self._limits.timeout_s
+        stuck_s = patience_s + min(STUCK_S, limit_s)
         self._late = [
-            threading.Timer(patience_s + min(STUCK_S, limit_s), _end_if_stuck),
+            threading.Timer(stuck_s, self._look_whether_stuck, (time.monotonic() + stuck_s,)),
             threading.Timer(limit_s * LATE, _dump_stacks),
         ]
         if patience_s:
@@ -348,6 +349,17 @@ class _Recovery(Generic[R]):
         # It may wait: for a group whose peers are lost before they have all connected.
         if not patience_s:
             self._abort(groups)
+
+    def _look_whether_stuck(self, due_s: float) -> None:
+        late_s = time.monotonic() - due_s
+        if late_s < STUCK_S:
+            _end_if_stuck()
+            return
+        # This process has stood still as a whole: whoever is in a collective has had no time either.
+        again = threading.Timer(STUCK_S, self._look_whether_stuck, (time.monotonic() + STUCK_S,))
+        again.daemon = True
+        self._late.append(again)
+        again.start()
 
     # --- for the job (`strata.training.live.LiveRun`) ------------------------------------------------------------
 

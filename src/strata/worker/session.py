@@ -63,6 +63,8 @@ ATTEMPT_S = 3.0
 """How long one of several coordinators may take to answer a call before another is asked; each time twice as long."""
 LEAST_ATTEMPT_S = 0.5
 """What the last attempt of a call has, so that what a coordinator answers is heard, and raised."""
+CLOSE_S = 10.0
+"""How long ending the connections may take."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 
 CHANNEL_OPTIONS = [
@@ -138,6 +140,8 @@ class SessionThread:
         self._logs_sent: asyncio.Event
         self._answered: asyncio.Event
         """The coordinator has answered for some metrics."""
+        self._closing = threading.Lock()
+        """What is given to the loop is given before it ends."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="strata-session", daemon=True)
         self._thread.start()
@@ -157,10 +161,11 @@ class SessionThread:
             raise RuntimeError(
                 "This session belongs to the process that created it; create a new TrainingOrchestrator after a fork."
             )
-        if self.is_closed:
-            work.close()
-            raise SessionClosed(self.address)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:
+            if not self.is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise SessionClosed(self.address)
 
     def report_progress(self, dataset_id: str, epoch: int, shard_id: int, samples_done: int) -> None:
         self.must_be_current()
@@ -173,11 +178,11 @@ class SessionThread:
     def close(self) -> None:
         if not self._thread.is_alive() or os.getpid() != self._pid:
             return
-        ending = self.submit(self._shut_down())
-        self.is_closed = True
-        ending.result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        with self._closing:
+            if not self.is_closed:
+                self.is_closed = True
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+        self._thread.join(CLOSE_S)
 
     # --- calls, on the loop ---------------------------------------------------------------------------------
 
@@ -225,6 +230,8 @@ class SessionThread:
         search = self.coordinators.search()
         attempt_s = ATTEMPT_S if self.coordinators.are_several else budget_s
         while True:
+            if self.is_closed:  # While it waited: there is no channel any more.
+                raise SessionClosed(self.address)
             remaining_s = max(LEAST_ATTEMPT_S, deadline_s - time.monotonic())
             try:
                 answer = await self._stubs(search.address).call_async(
@@ -547,8 +554,11 @@ class SessionThread:
         for _, future in self._waiting.values():
             if not future.done():
                 future.cancel()
-        for channel, _ in self._channels.values():
-            await channel.close(None)
+        try:
+            for channel, _ in self._channels.values():
+                await channel.close(None)
+        finally:
+            self._loop.stop()
 
 
 def _stale(reason: str, cause: str) -> StaleWorker:

@@ -27,6 +27,7 @@ from strata.cli.extras import need
 from strata.core.text import counted
 from strata.errors import StrataError
 from strata.launch.coordinator import CoordinatorProcess, free_or_any
+from strata.launch.protocol import LaunchFailed
 from strata.launch.sample_job import DATASET, SampleJob
 from strata.launch.torchrun import Agent
 
@@ -60,7 +61,11 @@ def demo(
             folder / "coordinator", grpc_port=free_or_any(50051), http_port=free_or_any(3000)
         )
         stack.callback(coordinator.stop)
-        coordinator.start()
+        try:
+            coordinator.start()
+        except LaunchFailed:  # Such as where another program has taken a port since it was looked at.
+            coordinator.grpc_port = coordinator.http_port = 0
+            coordinator.start()
         console.print(Text.assemble("Coordinator: ", (coordinator.api, "bold cyan"), " (API and dashboard)"))
         job = SampleJob(
             folder=folder, name=f"demo-{os.getpid()}", workers=workers, steps=steps if once else 1_000_000

@@ -12,7 +12,7 @@ import resource
 import signal
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,9 @@ TOKENS_SHOWN = 128
 CONFUSED_LIMIT = 300
 """Characters of what a decoder has to say."""
 
+BEGUN = b"\n"
+"""Said when reading begins: white space before the answer, which is JSON."""
+
 Request = Mapping[str, Any]
 
 
@@ -35,9 +38,13 @@ def main() -> None:
     os.dup2(2, 1)  # What libraries print is no answer.
     request: Request = orjson.loads(sys.stdin.buffer.read())
     _limit(request["limits"])
-    body = orjson.dumps(_answer(request))
     with os.fdopen(answers, "wb") as out:
-        out.write(body)
+
+        def begin() -> None:
+            out.write(BEGUN)
+            out.flush()
+
+        out.write(orjson.dumps(_answer(request, begin)))
     os._exit(0)  # What a decoder has left behind needs no tidying.
 
 
@@ -59,7 +66,7 @@ def _set(kind: int, most: int, *, grace: int = 0) -> None:
     resource.setrlimit(kind, (min(most, allowed), allowed))
 
 
-def _answer(request: Request) -> dict[str, Any]:
+def _answer(request: Request, begin: Callable[[], None]) -> dict[str, Any]:
     from strata.data.streaming import sources
     from strata.errors import StrataError
 
@@ -68,6 +75,7 @@ def _answer(request: Request) -> dict[str, Any]:
     work = {"count": _count, "preview": _preview, "verify": _verify}[request["kind"]]
     try:
         scope.check(request["path"])
+        begin()
         return {"result": work(request, scope)}
     except PathRefused as error:
         return {"refused": error.message, "hint": error.hint}

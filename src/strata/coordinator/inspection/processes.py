@@ -1,7 +1,7 @@
 """Work on files that a client has named, each in a process of its own (`child`), within limits.
 
-One at a time for each client, and a few altogether; nobody waits for ever, and a coordinator that stops waits for none of
-them. However such a process ends, its slot is free again and its caller learns what happened. It gets no environment but
+One at a time for each client, and a few altogether; nobody waits for ever, what a limit of time bounds is reading, and a
+coordinator that stops waits for none of them. However such a process ends, its slot is free again and its caller learns what happened. It gets no environment but
 what reading needs: credentials of object stores are there, the coordinator's own secrets are not.
 """
 
@@ -13,13 +13,14 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
 
 from strata.coordinator.auth.paths import PathRefused, ReadScope
+from strata.coordinator.inspection.child import BEGUN
 from strata.core.messages import InvalidArgument, Overloaded
 from strata.errors import StrataError
 
@@ -27,6 +28,8 @@ CHILD = "strata.coordinator.inspection.child"
 AT_ONCE = 4
 WAITING_LIMIT = 16
 """Calls of one client that wait for their turn."""
+WAIT_S, START_S = 60.0, 60.0
+"""How long a call waits for its turn, and then for its process to start. Neither is time to read in."""
 ANSWER_LIMIT_BYTES = 16 << 20
 KEPT_VARIABLES = frozenset(
     {
@@ -92,16 +95,25 @@ class InspectionProcesses:
         limits: ChildLimits,
         hint: str,
     ) -> Any:
-        """The answer to `request`. Raises `PathRefused`, or `InvalidArgument` about `field` for whatever else is wrong."""
-        try:
-            async with asyncio.timeout(limits.wall_s), self._turn(client), self._gate:
+        """The answer to `request`. Raises `PathRefused`, `Overloaded` where it was not read for want of time, or `InvalidArgument` about
+        `field` for whatever else is wrong."""
+        async with AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await turn.enter_async_context(self._turn(client))
+                    await turn.enter_async_context(self._gate)
+            except TimeoutError:
+                raise Overloaded(
+                    f"Other files were being read for {WAIT_S:g} s, and this one had to wait.", hint="Retry."
+                ) from None
+            try:
                 body, code = await self._exchange(
-                    orjson.dumps({**request, "scope": asdict(scope), "limits": asdict(limits)})
+                    orjson.dumps({**request, "scope": asdict(scope), "limits": asdict(limits)}), limits
                 )
-        except TimeoutError:
-            raise InvalidArgument(
-                field, f"could not be read within {limits.wall_s:g} s.", hint=hint
-            ) from None
+            except TimeoutError:
+                raise InvalidArgument(
+                    field, f"could not be read within {limits.wall_s:g} s.", hint=hint
+                ) from None
         answer = _decoded(body)
         if answer is None:
             raise InvalidArgument(field, f"cannot be read: {_end_of(code, limits)}.", hint=hint)
@@ -135,8 +147,8 @@ class InspectionProcesses:
             if not self._calls[client]:
                 del self._calls[client], self._turns[client]
 
-    async def _exchange(self, request: bytes) -> tuple[bytes, int]:
-        """What the process answered, and how it ended."""
+    async def _exchange(self, request: bytes, limits: ChildLimits) -> tuple[bytes, int]:
+        """What the process answered, and how it ended. Raises `TimeoutError` when it has read for too long."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", CHILD),
             stdin=PIPE,
@@ -152,11 +164,19 @@ class InspectionProcesses:
                 process.stdin.write(request)
                 await process.stdin.drain()
             process.stdin.close()
-            body = bytearray()
-            while len(body) <= ANSWER_LIMIT_BYTES and (part := await process.stdout.read(1 << 20)):
-                body += part
-            if len(body) <= ANSWER_LIMIT_BYTES:
-                await process.wait()
+            try:
+                async with asyncio.timeout(START_S):
+                    body = bytearray(await process.stdout.read(len(BEGUN)))
+            except TimeoutError:
+                raise Overloaded(
+                    f"The process that reads the file did not start within {START_S:g} s: this machine is busy.",
+                    hint="Retry.",
+                ) from None
+            async with asyncio.timeout(limits.wall_s):
+                while len(body) <= ANSWER_LIMIT_BYTES and (part := await process.stdout.read(1 << 20)):
+                    body += part
+                if len(body) <= ANSWER_LIMIT_BYTES:
+                    await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 process.kill()

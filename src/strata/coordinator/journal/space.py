@@ -47,6 +47,11 @@ class Space:
             self._measure()
         self._become(full=not self._is_held or self.free_bytes < enough_bytes)
 
+    def has(self, size_bytes: int) -> bool:
+        """Whether there is as much as this beside the reserve and what changes need. Nothing changes."""
+        self._measure()
+        return self.free_bytes - size_bytes >= self.low_bytes
+
     def explain(self) -> tuple[str, str]:
         return (
             f"The coordinator's disk is full: {megabytes(self.free_bytes)} are free in {self.folder}, and changes need "

@@ -6,7 +6,7 @@ newest that was completed and then every event after it. Older events are kept f
 values without their bodies: however often a value is overwritten, the file stays as large as the state and the story are.
 
 A write that fails for lack of space is repeated once with the reserve (`space`) released. Nothing else is ever repeated: after
-a failed fsync nobody knows what the disk holds.
+a failed fsync nobody knows what the disk holds. A snapshot leaves the reserve, and the space that changes need, alone.
 
 One writer at a time: a lock on the data directory refuses a second coordinator. Not safe for concurrent
 calls; the engine makes one call at a time.
@@ -63,6 +63,8 @@ CREATE TABLE IF NOT EXISTS snapshot_2(position INTEGER PRIMARY KEY, kind TEXT NO
 """
 SNAPSHOT_TABLES = ("snapshot", "snapshot_2")
 """By turns: one counts, and the next is written into the other."""
+WRITTEN_TWICE = 2
+"""What is written goes to SQLite's log, and from there to the tables."""
 CLEANED_AT_ONCE = 2_000
 """Rows. A piece of cleaning takes about as long as a commit."""
 
@@ -218,8 +220,12 @@ class SqliteSnapshot:
 
     def add(self, events: Sequence[Event]) -> int:
         rows = [(i, codec.kind_of(e), codec.encode(e)) for i, e in enumerate(events, self._rows)]
-        self._attempt(lambda: self._db.executemany(f"INSERT INTO {self._next} VALUES (?, ?, ?)", rows))
         size_bytes = sum(len(body) for *_, body in rows)
+        if not self._journal.space.has(WRITTEN_TWICE * size_bytes):
+            raise JournalFull(
+                f"The journal {self._journal} cannot be compacted: what is free is left for changes."
+            )
+        self._attempt(lambda: self._db.executemany(f"INSERT INTO {self._next} VALUES (?, ?, ?)", rows))
         self._rows += len(rows)
         self._bytes += size_bytes
         return size_bytes

@@ -310,6 +310,8 @@ class Incidents:
         newest = self._newest(command.job_id)
         if newest is None or not _only_hangs(newest):
             return []
+        if command.step <= self.hanging()[newest.reported.job_id]:
+            return []  # Said of a hang before: this one has come meanwhile.
         seconds = max(0.0, now.wall_s - newest.opened_at_s)
         return [
             IncidentClosed(

@@ -120,12 +120,13 @@ def choose_save(
 def summarize(outcomes: Sequence[Outcome], *, workers: int) -> Summary:
     """What the workers of a machine have said, of so many."""
     if not outcomes:
-        what = "its workers ran no Strata job" if workers else "it had no workers in the run"
         return Summary(
             saved_step=None,
             lost_steps=None if workers else 0,
             where="nothing",
-            reason=f"{what}: nothing was saved",
+            reason="its workers ran no Strata job, or ended before they could report what was saved"
+            if workers
+            else "it had no workers in the run: nothing was saved",
         )
     step = max(one.step for one in outcomes)
     saved = [one for one in outcomes if one.saved_step is not None]

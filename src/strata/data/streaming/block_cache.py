@@ -25,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from strata.data.errors import DataError
-from strata.files import move_into_place
+from strata.files import make_folder, move_into_place
 from strata.locks import exclusively
 
 log = logging.getLogger("strata.data")
@@ -172,7 +172,7 @@ class BlockCache:
         place = self._place(name)
         unfinished = place + _PART
         if not os.path.isdir(self._root):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
         with exclusively(self.folder / _LOCK) as lock:
             if os.path.exists(place):
                 return -1

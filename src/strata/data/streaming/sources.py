@@ -334,7 +334,7 @@ class _Fetching:
             arrived: Future[None] = Future()
             self._under_way[name] = arrived
             self._under_way_bytes += size_bytes
-        self._threads().submit(self._fetch, name, size_bytes, fill, arrived)
+            self._threads().submit(self._fetch, name, size_bytes, fill, arrived)
 
     def wait(self, name: str) -> memoryview | None:
         """The block, once it is here; None where it was not fetched, or is in memory no more."""
@@ -361,7 +361,7 @@ class _Fetching:
             of_file.append(piece)
             self._pieces_in_turn.append(piece)
             self._pieces_bytes += length
-        self._threads().submit(self._fetch_piece, piece, fetch)
+            self._threads().submit(self._fetch_piece, piece, fetch)
 
     def wait_piece(self, file: str, offset: int, length: int) -> memoryview | None:
         """What was fetched ahead, once it is here; None where it was not."""
@@ -378,10 +378,13 @@ class _Fetching:
 
     def forget(self) -> None:
         """Everything under way is written, and nothing fetched is in memory."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        while True:  # Others may start more meanwhile.
+            with self._lock:
+                pool, self._pool = self._pool, None
+                if pool is None:
+                    self._clear()
+                    return
             pool.shutdown(wait=True)
-        self._clear()
 
     def _after_fork(self) -> None:
         if self._pid != os.getpid():

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+from strata.files import make_folder
+
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
@@ -34,7 +36,7 @@ def locked(output: Path) -> Iterator[Path]:
 
 def _acquire(folder: Path) -> int:
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / LOCK
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -100,7 +100,7 @@ start() {
       "Or do without etcd: strata torchrun on one machine, or --rdzv-backend=strata with 'strata serve'"
   fi
   local deadline=$((SECONDS + timeout_s))
-  until healthy; do
+  until running && healthy; do
     if ! running; then
       tail -n 5 "$log_file" >&2 2>/dev/null || true
       rm -f "$pid_file"

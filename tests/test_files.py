@@ -14,6 +14,7 @@ from strata.files import (
     fresh_file,
     fresh_folder,
     is_on_network,
+    make_folder,
     move_into_place,
     sync_folder,
     write_file,
@@ -191,3 +192,29 @@ def test_files_of_another_machine_are_known_by_their_file_system(
     )
     assert is_on_network(path, mounts=str(mounts)) is expected
     assert not is_on_network(path, mounts=str(tmp_path / "missing"))
+
+
+def test_folder_is_made_while_another_process_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a" / "b"
+    mkdir = os.mkdir
+    was_there: list[str] = []
+
+    def removed_after_the_first_look(path: str, mode: int = 0o777) -> None:
+        if Path(path) == folder and not was_there:
+            was_there.append(path)
+            raise FileExistsError(path)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", removed_after_the_first_look)
+    make_folder(folder)
+    assert was_there
+    assert folder.is_dir()
+    make_folder(folder)
+
+
+def test_what_is_no_folder_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "file")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 LIMIT_BYTES = 32 << 20
@@ -14,6 +15,7 @@ SLACK_BYTES = 48 << 20
 """For chunks of 16 MiB, which are verified as one, and for what Python and torch keep."""
 
 
+@pytest.mark.timeout(600)  # Nine times through hundreds of megabytes.
 def test_no_format_takes_more_memory_than_allowed_whatever_the_size(tmp_path: Path) -> None:
     torch.save(
         {

@@ -158,7 +158,7 @@ def test_signal_stops_it_in_seconds_and_leaves_nothing_but_its_records(
         # A clean stop fails nobody: everyone is who they were, and the barrier they wait at continues.
         for name in ("b", "c"):
             fleet.begin(name, "barrier", "across", participants=3)
-        assert waiting.result(30).value["participants"] == 3
+        assert waiting.result(60).value["participants"] == 3
         workers = {w["id"]: (w["incarnation"], w["status"]) for w in server.get("/api/workers")}
         assert workers == {w["worker_id"]: (w["incarnation"], "active") for w in first}
     server.stop()

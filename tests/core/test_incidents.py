@@ -226,6 +226,15 @@ def test_a_rank_that_hangs_and_is_not_ended_is_an_incident_until_steps_are_made_
     assert [(one.rank, one.state) for one in shown(fleet)] == [(0, "open"), (1, "recovered")]
 
 
+def test_a_step_made_before_a_hang_does_not_close_it(fleet: Fleet) -> None:
+    report(fleet, hung(0, step=40))
+    report(fleet, hung(1, step=41))
+    fleet.do(EndHang(job_id=DEFAULT_JOB, step=41))
+    assert [one.state for one in shown(fleet)] == ["open"], "whoever made step 41 hangs now"
+    fleet.do(EndHang(job_id=DEFAULT_JOB, step=42))
+    assert [one.state for one in shown(fleet)] == ["recovered"]
+
+
 def test_a_rank_that_hung_and_is_killed_for_it_is_one_incident_with_both(fleet: Fleet) -> None:
     report(fleet, hung(0, waits=True))
     report(fleet, hung(1))

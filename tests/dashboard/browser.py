@@ -43,7 +43,7 @@ def npx(*command: str, **environment: str) -> None:
         env={**build_dashboard.environment(node), "CI": "true", **environment},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
-from tests.dashboard.browser import VIEWS, Browser
+from tests.dashboard.browser import VIEWS, Browser, BrowserError
+from tests.support import eventually
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("width", [1440, 390])
 def test_no_view_has_a_serious_violation_in_either_theme(page: Browser, width: int) -> None:
     """Everything in the dark; what depends on the theme, in the light as well."""
@@ -53,8 +56,16 @@ def test_every_view_is_reached_by_keyboard(page: Browser) -> None:
     assert page.violations() == []
     page.press("Escape")
     page.miss(role="dialog")
-    page.press("g", "l")
-    page.see(role="heading", name="Logs")
+
+    def goes_to_logs() -> bool:
+        """On a busy machine the page may see the second key too long after the first."""
+        page.press("g", "l")
+        with suppress(BrowserError):
+            page.see(role="heading", name="Logs", within_s=10)
+            return True
+        return False
+
+    eventually(goes_to_logs, within_s=60)
     page.press("/")
     assert page.evaluate("document.activeElement?.getAttribute('type')") == "search"
     page.press("Escape")

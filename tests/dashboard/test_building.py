@@ -123,7 +123,7 @@ def test_a_build_that_fails_says_why_and_leaves_no_stamp(
 
 
 @pytest.mark.browser
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_build_for_demonstrations_needs_no_coordinator(page: Browser, tmp_path: Path) -> None:
     npx("vite", "build", "--outDir", str(tmp_path), "--emptyOutDir", VITE_DEMO="1")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strata import TrainingOrchestrator
-from strata.bench.coordinator.fleet import Fleet
+from strata.bench.coordinator.fleet import Fleet, beating
 from strata.bench.coordinator.serving import HOST, served_coordinator
 from strata.launch.cleanup import end_processes
 from strata.shared_memory import forget_jobs
@@ -26,6 +26,13 @@ PHONE = (390, 844)
 DESK = (1440, 900)
 SEEN = "/^(\\(\\d+\\) )?seen: /"
 """The page title of the run, with or without incidents."""
+NOTE_STATUSES = (
+    "window.statuses = new Set();"
+    " new MutationObserver(() => document.querySelectorAll('main [role=status]')"
+    ".forEach((each) => window.statuses.add(each.textContent)))"
+    ".observe(document.querySelector('main'), { childList: true, characterData: true, subtree: true })"
+)
+"""From now on, also those that are there for a moment."""
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def own(tmp_path: Path, built: Path) -> Iterator[Coordinator]:
         forget_jobs(run.parent.name)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_failure_stays_in_sight_until_it_is_dismissed(
     own: Coordinator, page: Browser, tmp_path: Path
 ) -> None:
@@ -81,12 +88,13 @@ def failures(own: Coordinator) -> list[dict[str, Any]]:
 def kill_a_rank(page: Browser, own: Coordinator, running: Job) -> int:
     """Returns the number of its incident."""
     os.kill(running.living()[1], signal.SIGKILL)
-    eventually(lambda: [each["state"] for each in failures(own)] == ["recovered"], within_s=90)
+    eventually(lambda: [each["state"] for each in failures(own)] == ["recovered"], within_s=240)
+    # The agent says how the process ended in a thread of its own; the recovery does not wait for it.
+    (line,) = eventually(lambda: own.get("/api/logs?level=error&q=rank%201"), within_s=60)
     (incident,) = failures(own)
     page.see(role="article", name=f"Incident {incident['id']}", within_s=90)
     card = f"[aria-label='Incident {incident['id']}'] *"
     assert incident["rank"] == 1
-    (line,) = own.get("/api/logs?level=error&q=rank%201")
     assert "was killed by SIGKILL" in line["message"], "one error for one failure, whoever noticed it first"
     page.see("rank 1 on", css=card)
     page.see(incident["text"][1:], css=card)
@@ -176,26 +184,28 @@ def use_a_phone(page: Browser) -> None:
         page.size(*DESK)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordinator, page: Browser) -> None:
     page.base = own.url
     page.open("/")
     page.see(f"COORDINATOR_ADDR={own.address} strata torchrun --nproc-per-node=2 train.py", css="main code")
     page.allow("clipboard-write")
+    page.evaluate(NOTE_STATUSES)
     page.click("button", "Copy on one machine")
-    page.see("Copied", css="main [role=status]", within_s=30)
+    page.until("window.statuses.has('Copied')")
     page.click("button", "Run sample")
     page.until("location.pathname.startsWith('/runs/task-')")
     task = page.url.rpartition("/")[2]
-    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "running", within_s=60)
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "running", within_s=120)
     page.open(f"/tasks?task={task}")  # An old URL.
     page.until(f"location.pathname === '/runs/{task}'")
+    page.see(role="dialog", name="sample")  # Before it is there, the page behind it has such a button too.
     page.click("button", "Stop", exact=True)
     page.see(role="dialog", name="Stop sample?")
     title = "[...document.querySelectorAll('[role=dialog] h2')].at(-1)"
     assert page.evaluate(f"{title}.scrollWidth <= {title}.clientWidth"), "the name is not cut off"
     page.click("button", "Stop task")
-    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=90)
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=150)
     page.open("/")
     page.see("stopped", css="[aria-label='Run sample'] *")
     assert page.text(css="[aria-label='Run sample'] dd", nth=1) != "0", "it keeps its last values"
@@ -204,10 +214,10 @@ def test_a_first_page_starts_a_sample_and_its_run_is_stopped_there(own: Coordina
     page.see(css="[role=row]:has-text('sample'):has-text('stopped')")
     page.open(f"/runs/{task}")
     page.click("button", "Restart", exact=True)
-    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] in ("pending", "running"), within_s=60)
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] in ("pending", "running"), within_s=120)
     page.see(role="button", name="Stop", exact=True)
     own.post(f"/api/tasks/{task}/stop", {})
-    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=90)
+    eventually(lambda: own.get(f"/api/tasks/{task}")["status"] == "stopped", within_s=150)
 
 
 def test_normal_states_leave_no_refusal_in_the_console(own: Coordinator, page: Browser) -> None:
@@ -284,18 +294,20 @@ def test_while_disconnected_nothing_is_invented_and_nothing_spins(own: Coordinat
         worker.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_hundreds_of_workers_are_counted_and_the_exceptions_named(page: Browser) -> None:
     with served_coordinator() as coordinator:
         page.base = f"http://{HOST}:{coordinator.http_port}"
-        async with Fleet(coordinator, 300, connections=20):
+        # Whoever is silent for a while is an exception.
+        async with Fleet(coordinator, 300, connections=20) as fleet, beating(fleet):
             await asyncio.to_thread(page.open, "/workers")
             await asyncio.to_thread(page.see, css="main [role=img][aria-label*='300']")
-            assert await asyncio.to_thread(page.count, css="main [data-id]") < 100
             await asyncio.to_thread(page.see, css="[aria-label=Exceptions]")
+            await asyncio.to_thread(page.until, "document.querySelectorAll('main [data-id]').length < 100")
         await asyncio.to_thread(page.leave)
 
 
+@pytest.mark.timeout(300)
 def test_notifications_report_failures_and_stops(own: Coordinator, page: Browser) -> None:
     page.base = own.url
     page.allow("notifications")
@@ -305,6 +317,7 @@ def test_notifications_report_failures_and_stops(own: Coordinator, page: Browser
     page.open("/")
     page.see(role="heading", name="Overview")
     page.until("document.title === 'Strata'")
+    page.see("Live", css="nav *")  # What was there before that is not new.
     page.evaluate(
         "window.notified = []; window.Notification = class extends Notification"
         " { constructor(title, more) { super(title, more); window.notified.push(title); } }"
@@ -314,7 +327,7 @@ def test_notifications_report_failures_and_stops(own: Coordinator, page: Browser
     ]
     page.see(css="[aria-label='Run notified']")
     own.post(f"/api/tasks/{task}/stop", {})
-    page.until("window.notified.includes('notified stopped')")
+    page.until("window.notified.includes('notified stopped')", within_s=120)
     page.evaluate("localStorage.setItem('strata.notify', '0')")
 
 

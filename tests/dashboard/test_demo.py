@@ -33,7 +33,7 @@ def test_the_demos_events_are_published_by_the_core_as_they_are(program: Callabl
         cwd=build_dashboard.SOURCES,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert played.returncode == 0, played.stderr
     events = [each for each in json.loads(played.stdout) if each["kind"] in TYPES]

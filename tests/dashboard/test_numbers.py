@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from strata import TrainingOrchestrator
@@ -17,6 +21,24 @@ def points(coordinator: Coordinator, job: str) -> int:
     """Seconds in the coordinator's history with a loss of this job."""
     found = coordinator.get(f"/api/metrics/history?job_id={job}")["series"]["loss"]["values"]
     return sum(value is not None for value in found)
+
+
+@contextmanager
+def beating(session: RawSession, beat: pb.HeartbeatRequest) -> Iterator[None]:
+    """However long a page takes: a worker that is silent for half a minute is failed."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(1.0):
+            session.send(heartbeat=beat)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_two_live_runs_keep_both_histories_and_one_that_stops_its_last_values(
@@ -90,13 +112,14 @@ def test_a_worker_with_a_gpu_shows_what_it_used_over_time(watched: Coordinator, 
             history = watched.get("/api/metrics/history?job_id=with-gpu&worker_id=with-gpu-rank0")
             return 87.0 in history["series"]["gpu_utilization"]["values"]
 
-        eventually(recorded, within_s=60)
-        page.open("/workers?worker=with-gpu-rank0")
-        for chart in ("GPU utilization", "GPU memory", "Step time"):
-            page.see(css=f"[role=dialog] figure[aria-label='{chart} over the last hour']")
-        page.see("87 %", css="[role=dialog] *")
-        page.see("30 GiB of 80 GiB", css="[role=dialog] span")
-        page.leave()
+        with beating(session, beat):
+            eventually(recorded, within_s=60)
+            page.open("/workers?worker=with-gpu-rank0")
+            for chart in ("GPU utilization", "GPU memory", "Step time"):
+                page.see(css=f"[role=dialog] figure[aria-label='{chart} over the last hour']")
+            page.see("87 %", css="[role=dialog] *")
+            page.see("30 GiB of 80 GiB", css="[role=dialog] span")
+            page.leave()
         calls.DeregisterWorker(
             pb.DeregisterWorkerRequest(worker_id="with-gpu-rank0", incarnation=incarnation)
         )

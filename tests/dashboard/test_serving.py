@@ -30,7 +30,7 @@ from tests.support_programs import ROOT
 def ask(
     server: Coordinator, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     try:
         connection.request(
             method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}

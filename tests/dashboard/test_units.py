@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.dashboard.browser import npx
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_types_agree() -> None:

@@ -5,7 +5,7 @@ speaks of them a SeaweedFS server and an etcd. The text is executed as it stands
 and what `Session.replaced` does: addresses and folders that a test must not share with others, and `NAME=...`, which the reader
 fills in and a test has in its environment. The shell knows two commands that never end by themselves: `strata serve` is running
 already (its words are parsed), and `strata logs -f` is interrupted after a while. `strata doctor` is told where the coordinator
-is. The id of a task or a token in the text stands for that of the last one created.
+is, and asked again where something did not answer; `strata stop` until the task has ended. The id of a task or a token in the text stands for that of the last one created.
 """
 
 from __future__ import annotations
@@ -43,7 +43,18 @@ strata() {
         words+=("$word")
     done
     case " ${words[*]} " in
-        " doctor "*) COORDINATOR_ADDR="$TEST_COORDINATOR" command strata "${words[@]}" ;;
+        " doctor "*)
+            # What does not answer within two seconds on a busy machine may do so when it is asked again.
+            for _ in 1 2 3; do
+                COORDINATOR_ADDR="$TEST_COORDINATOR" command strata "${words[@]}" && return
+            done
+            return 1
+            ;;
+        " stop "*)
+            command strata "${words[@]}"
+            # It waits for a while only, and on a busy machine processes may take longer to exit.
+            until command strata "${words[@]}" --json | grep -E '"(completed|failed|stopped)"'; do :; done
+            ;;
         " token revoke "*)
             command strata token revoke "$(command strata token ls --json | python -c "$NEWEST_ID")"
             ;;
@@ -278,6 +289,7 @@ def session(page: str, blocks: list[Block], folder: Path) -> Iterator[Session]:
             env["ETCDCTL_ENDPOINTS"] = addresses["etcd-host:2379"] = etcd.endpoint
         if "start_etcd.sh" in text:
             env |= {"ETCD_PORT": str(free_port()), "ETCD_PEER_PORT": str(free_port())}
+            env |= {"ETCD_START_TIMEOUT_S": "120"}
             addresses["localhost:2379"] = f"127.0.0.1:{env['ETCD_PORT']}"
             stop = [str(ROOT / "scripts" / "start_etcd.sh"), "stop"]
             stack.callback(subprocess.run, stop, env=env, check=True, stdout=subprocess.DEVNULL)

@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,10 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def run(start_shared: StartRun) -> ChaosRun:
-    """One job that never ends, for all that can happen to it."""
-    return start_shared(name="long", workers=2, steps=1_000_000, save_every=50_000, hang_timeout_s=4.0)
+    """One job that never ends, for all that can happen to it. Snapshots are so far apart that none is skipped because the one
+    before is still being made, and no step of a busy machine takes as long as a hang."""
+    options = {"save_every": 50_000, "snapshot_every": 20, "hang_timeout_s": 12.0}
+    return start_shared(name="long", workers=2, steps=1_000_000, **options)
 
 
 def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
@@ -50,8 +53,9 @@ def test_a_recovery_is_traced_by_phase_and_shown(run: ChaosRun) -> None:
 def test_the_coordinator_may_die_while_training_continues(run: ChaosRun) -> None:
     before, workers = run.step, run.agents[0].workers()
     run.coordinator.kill()
-    eventually(lambda: run.step > before + 20, within_s=60, what="training without a coordinator")
-    run.coordinator.start()
+    with _held(run.coordinator.grpc_port, run.coordinator.http_port):
+        eventually(lambda: run.step > before + 20, within_s=60, what="training without a coordinator")
+        run.coordinator.start()
 
     def connected() -> bool:
         found = [w for w in get(run.coordinator.api, "/api/workers") if w["job_id"] == run.job.name]
@@ -148,6 +152,18 @@ def test_a_demo_that_ends_early_leaves_nothing(short: Path, how: str) -> None:
         said, _ = demo.communicate(timeout=120)
     eventually(lambda: not any(map(_lives, below)), within_s=60, what=said)
     assert not list(short.iterdir())
+
+
+@contextlib.contextmanager
+def _held(*ports: int) -> Iterator[None]:
+    """Nobody else gets these ports while nobody listens there. Whoever reuses addresses, as the coordinator does, still gets them."""
+    with contextlib.ExitStack() as holders:
+        for port in ports:
+            holder = holders.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # Somebody has it after all: the coordinator will say so.
+                holder.bind(("127.0.0.1", port))
+        yield
 
 
 def _agent_of(pid: int) -> psutil.Process:

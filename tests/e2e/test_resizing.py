@@ -17,6 +17,8 @@ from tests.e2e.conftest import StartRun
 from tests.support import eventually
 
 WAIT_S = 600.0
+MEET_S = 300.0
+"""For several agents that start at once, and for a hundred steps of four workers, on two cores that others use too."""
 
 
 def await_world(run: ChaosRun, size: int) -> None:
@@ -24,7 +26,7 @@ def await_world(run: ChaosRun, size: int) -> None:
         newest = last_footprint(run.job.name)
         return newest is not None and newest.world_size == size
 
-    eventually(reached, within_s=120, what=lambda: f"a world of {size}\n{state_of_agents(run)}")
+    eventually(reached, within_s=MEET_S, what=lambda: f"a world of {size}\n{state_of_agents(run)}")
 
 
 def state_of_agents(run: ChaosRun) -> str:
@@ -54,7 +56,7 @@ def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: Sta
     )
     eventually(
         lambda: re.search(refusal, run.agents[0].tail(200)),
-        within_s=120,
+        within_s=MEET_S,
         what="one worker is too few",
         every_s=0.2,
     )
@@ -62,7 +64,7 @@ def test_four_workers_too_few_two_three_and_four_again_in_one_run(start_run: Sta
         run.start_agent(number)
         await_world(run, number + 1)
     enough = run.step + 100
-    eventually(lambda: run.step >= enough, within_s=120, what="some steps in the last world")
+    eventually(lambda: run.step >= enough, within_s=MEET_S, what="some steps in the last world")
     # Before they leave one by one: those who stay meet anew, and have no figures yet.
     eventually(lambda: learning_rates(run) == [1e-3] * 4, within_s=60, what=lambda: str(learning_rates(run)))
     for agent in run.agents:

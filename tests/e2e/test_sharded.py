@@ -28,7 +28,8 @@ STEPS = 30
 
 
 def test_two_kills_cost_a_sharded_job_two_restarts_and_nothing_else(tmp_path: Path) -> None:
-    options = ("--tp=2", "--epochs=2", "--step-time=0.02")
+    # The second kill comes in the second epoch, at the latest in its last steps.
+    options = ("--tp=2", "--epochs=4", "--step-time=0.02")
     text = killed_twice(
         ["torchrun", "--nproc-per-node=2"], "fsdp2.py", *options, folder=tmp_path, lines_apart=3
     )

@@ -28,7 +28,7 @@ from tests.rendezvous.etcd_server import EtcdCluster
 from tests.service.clients import metric
 from tests.service.fleet import Fleet
 from tests.service.relay import RelayProcess
-from tests.service.test_failover import SLOW_MACHINE_S, Pair, status
+from tests.service.test_failover import SLOW_MACHINE_S, Pair, status, whenever
 from tests.support import eventually
 
 MACHINES = 2
@@ -204,7 +204,7 @@ def test_training_does_not_stop_while_nobody_leads(etcd: EtcdCluster, tmp_path: 
             return max(map(int, re.findall(r"\bstep[ =](\d+)", output.read_text())), default=0)
 
         def workers() -> dict[str, tuple[int, str]]:
-            rows = pair.leader().get("/api/workers")
+            rows = whenever(lambda: pair.leader().get("/api/workers"))
             return {row["id"]: (row["incarnation"], row["status"]) for row in rows}
 
         eventually(lambda: step() > 0, within_s=2 * SLOW_MACHINE_S, what=output.read_text)
@@ -222,7 +222,7 @@ def test_training_does_not_stop_while_nobody_leads(etcd: EtcdCluster, tmp_path: 
             what="they report again",
         )
         assert {name: incarnation for name, (incarnation, _) in workers().items()} == before
-        assert pair.leader().get("/api/recoveries") == []
+        assert whenever(lambda: pair.leader().get("/api/recoveries")) == []
 
 
 def end(agent: subprocess.Popen[bytes]) -> None:

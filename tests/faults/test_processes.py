@@ -18,7 +18,7 @@ from tests.stores.mounts import small_tmpfs
 from tests.support import Coordinator, eventually
 from tests.support_programs import program
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 QUICK = {"STRATA_HEARTBEAT_TIMEOUT": f"{TIMEOUT_S:g}", "STRATA_DISCONNECT_GRACE": "30"}
 MB = 1 << 20
 

@@ -24,7 +24,9 @@ from random import Random
 from typing import Protocol
 
 CASE_S = 5.0
-"""How long one case may take."""
+"""How much processor time one case may take: a process that waits for a processor has done nothing wrong."""
+WAIT_S = 30.0
+"""How long one case may take, with what it waits for."""
 STUCK_S = 60.0
 """How long the process may be busy with one case that no signal ends."""
 MEMORY_BYTES = 1 << 30
@@ -179,6 +181,7 @@ def _run(
     target: Target, seed: int, first: int, last: int, place: mmap.mmap, kept: Sequence[bytes]
 ) -> list[Failure]:
     failures: dict[str, Failure] = {}
+    signal.signal(signal.SIGPROF, _too_long)
     signal.signal(signal.SIGALRM, _too_long)
     size_bytes = _mapped_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
@@ -190,7 +193,8 @@ def _run(
         data = data[: _PLACE_BYTES - _HEADER.size]
         place[_HEADER.size : _HEADER.size + len(data)] = data
         _HEADER.pack_into(place, 0, case, len(data), accepted, growth_bytes)
-        signal.setitimer(signal.ITIMER_REAL, CASE_S)
+        signal.setitimer(signal.ITIMER_PROF, CASE_S)
+        signal.setitimer(signal.ITIMER_REAL, WAIT_S)
         try:
             target.run(data)
             accepted += 1
@@ -202,6 +206,7 @@ def _run(
             text = "".join(traceback.format_exception(error, limit=-8))[-3000:]
             failures.setdefault(kind, Failure(case=case, what=f"{kind}\n{text}", data=data))
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
         if case % 500 == 0:
             now_bytes = _resident_bytes()
@@ -219,7 +224,7 @@ def _run(
 
 
 def _too_long(*_: object) -> None:
-    raise Hang(f"longer than {CASE_S} s")
+    raise Hang(f"longer than {CASE_S} s of processor time, or than {WAIT_S} s")
 
 
 def _resident_bytes() -> int:

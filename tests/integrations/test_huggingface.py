@@ -159,7 +159,7 @@ def test_a_trainer_reports_its_steps_its_checkpoints_and_its_metrics(
         within_s=60,
         what=lambda: f"both are known to be complete, not {known()}",
     )
-    run = next(iter(coordinator.get("/api/runs")))
+    run = eventually(lambda: coordinator.get("/api/runs"), within_s=60, what="its run")[0]
 
     def metrics() -> set[str]:
         found = coordinator.get(f"/api/runs/{run['run']}/metrics")

@@ -37,6 +37,7 @@ class Run:
         self.folder = folder
         for old in folder.glob("pid-*"):
             old.unlink()
+        (folder / "held").touch()
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "strata.cli.main", "torchrun", f"--nproc-per-node={workers}"),
@@ -88,9 +89,11 @@ class Run:
             os.kill(int(choice.choice(sorted(self.folder.glob("pid-*"))).read_text()), signal.SIGKILL)
 
     def end(self, *, number: int | None = None) -> str:
-        """What it has printed when it ends; before that it gets a signal, if any."""
+        """What it has printed when it ends; before that it gets a signal, if any. Without one it is held no longer."""
         if number is not None:
             self.process.send_signal(number)
+        else:
+            (self.folder / "held").unlink()
         eventually(
             lambda: self.process.poll() is not None,
             within_s=WAIT_S,

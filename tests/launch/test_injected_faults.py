@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from strata.agent.evidence import OomKills, processes_killed
 from strata.core.faults.failures import FailureClass
+from tests.support_programs import program
 
 RIGHT = 0.95
 WITHIN_S = 900.0
@@ -40,10 +43,9 @@ def read_from_a_failing_one():
     open('/proc/self/mem', 'rb').read(1)
 
 def connect_to_nobody():
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    socket.create_connection(('127.0.0.1', port), timeout=5)
+    with socket.socket() as held:  # As long as it is taken nobody else can listen there.
+        held.bind(('127.0.0.1', 0))
+        socket.create_connection(held.getsockname(), timeout=5)
 
 def wait_for_nobody():
     with socket.socket() as server:
@@ -63,10 +65,9 @@ def bucket_at(port):
     open_store('s3://bucket/run').read('checkpoint')
 
 def read_from_a_bucket_that_is_away():
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    bucket_at(port)
+    with socket.socket() as held:
+        held.bind(('127.0.0.1', 0))
+        bucket_at(held.getsockname()[1])
 
 def read_from_a_bucket_that_refuses():
     import http.server, threading
@@ -292,3 +293,28 @@ def test_a_worker_that_the_kernel_kills_in_its_control_group_ran_out_of_memory(
     found = json.loads(line)
     assert (found["failure_class"], found["rank"]) == ("oom", 1)
     assert next(f for f in found["failures"] if f["rank"] == 1)["oom_killed"]
+
+
+def test_a_worker_that_somebody_killed_did_not_run_out_of_memory_because_another_process_did(
+    small_group: Path,
+) -> None:
+    if processes_killed() is None:
+        pytest.skip("the kernel's log cannot be read here")
+    kills = OomKills()
+    greedy = f"""
+with open({str(small_group / "cgroup.procs")!r}, "w") as file:
+    file.write("0")
+held = []
+while True:
+    held.append(bytearray(b"x" * (1 << 24)))
+"""
+    other = subprocess.Popen([sys.executable, "-c", greedy])
+    worker = subprocess.Popen([program("sleep"), "600"])
+    try:
+        assert other.wait(120) == -signal.SIGKILL
+    finally:
+        worker.kill()
+        other.kill()
+    assert worker.wait(120) == -signal.SIGKILL
+    assert not kills.take(worker.pid)
+    assert kills.take(other.pid)

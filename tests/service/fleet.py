@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import Any
 
 ANSWER_S = 60.0
+CALL_S = 50.0
+"""How long a worker's call may take: on a busy machine it takes longer than the usual half a minute to start a coordinator again."""
 
 
 class RemoteError(Exception):
@@ -174,7 +176,7 @@ class _Host:
 
         with self._lock:
             if name not in self._workers:
-                self._workers[name] = TrainingOrchestrator(self._address)
+                self._workers[name] = TrainingOrchestrator(self._address, timeout_s=CALL_S)
             return self._workers[name]
 
 

@@ -185,5 +185,5 @@ def test_worker_process_outlives_a_guarded_coordinator(
         first = fleet.register("survivor")[0]
         guarded.kill()
         guarded.start()
-        assert fleet.call("survivor", "barrier", "b", participants=1, timeout_s=20)["participants"] == 1
+        assert fleet.call("survivor", "barrier", "b", participants=1, timeout_s=50)["participants"] == 1
         assert fleet.call("survivor", "topology")["generation"] >= first["generation"]

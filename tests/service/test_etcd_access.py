@@ -74,13 +74,14 @@ def test_etcd_with_tls_takes_those_who_show_a_certificate(authority: Authority, 
             tmp_path / "data",
             env={
                 "STRATA_JOURNAL": f"etcd://localhost:{server.port}/b",
+                "STRATA_LEADER_LEASE": "6",  # One that loses it on a busy machine is nowhere for a moment.
                 "STRATA_ETCD_CA": str(authority.cert),
                 "STRATA_ETCD_CERT": str(our_cert),
                 "STRATA_ETCD_KEY": str(our_key),
             },
         ).start()
         try:
-            eventually(lambda: coordinator.get("/api/status")["role"] == "leader", within_s=30)
+            eventually(lambda: coordinator.get("/api/status")["role"] == "leader", within_s=60)
         finally:
             coordinator.stop()
     finally:

@@ -106,7 +106,8 @@ def role(coordinator: Coordinator) -> str:
 @pytest.fixture
 def pairs(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
     with ExitStack() as stack:
-        yield lambda endpoints, **env: Pair(tmp_path, endpoints, stack, **env)
+        # With the shortest lease, a leader that a busy machine keeps waiting for two seconds leads no longer.
+        yield lambda endpoints, **env: Pair(tmp_path, endpoints, stack, **{"STRATA_LEADER_LEASE": "6", **env})
 
 
 class Load:
@@ -182,7 +183,7 @@ class Load:
 
 
 def test_standby_serves_reading_and_says_who_leads(etcd: EtcdCluster, pairs: Callable[..., Pair]) -> None:
-    pair = pairs(etcd.endpoints)
+    pair = pairs(etcd.endpoints, STRATA_LEADER_LEASE="30")  # Nobody is to take over.
     leader = pair.leader()
     standby = pair.other(leader)
     with stub(leader.address) as calls:
@@ -194,10 +195,8 @@ def test_standby_serves_reading_and_says_who_leads(etcd: EtcdCluster, pairs: Cal
             timeout=30,
         )
     with stub(standby.address) as calls:
-        # Whatever was acknowledged before is in the answer: no waiting for the standby here.
-        assert [
-            each.dataset_id for each in calls.ListDatasets(pb.ListDatasetsRequest(), timeout=30).datasets
-        ] == ["d"]
+        # Whatever was acknowledged before is in the first answer.
+        assert whenever(lambda: listed(calls)) == ["d"]
         for refused in (
             lambda: calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="x"), timeout=30),
             lambda: next(iter(calls.Session(iter([pb.WorkerMessage()]), timeout=30))),
@@ -228,6 +227,17 @@ def test_standby_serves_reading_and_says_who_leads(etcd: EtcdCluster, pairs: Cal
     assert len({(each.data_dir / "task-tokens.key").read_bytes() for each in pair.both}) == 1
     with urllib.request.urlopen(leader.url + "/api/health", timeout=30) as healthy:
         assert healthy.headers["Strata-Role"] == "leader"
+
+
+def listed(calls: Any) -> list[str]:
+    """A standby that takes seconds to catch up says that it is away, and nothing that is old."""
+    try:
+        answer = calls.ListDatasets(pb.ListDatasetsRequest(), timeout=30)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        raise ConnectionError(error.details()) from None
+    return [each.dataset_id for each in answer.datasets]
 
 
 def unredirected(method: str, url: str) -> urllib.error.HTTPError:
@@ -285,7 +295,7 @@ def test_standby_takes_over_and_nothing_acknowledged_is_lost(
     load.check(new)
     position = new.get("/api/status")["position"]
     eventually(lambda: status(old).get("position") == position, within_s=SLOW_MACHINE_S, what="caught up")
-    assert role(new) == "leader"
+    assert new.get("/api/status")["role"] == "leader"
 
 
 def test_barrier_is_released_once_whoever_leads(etcd: EtcdCluster, pairs: Callable[..., Pair]) -> None:
@@ -340,7 +350,7 @@ def test_barrier_is_released_once_whoever_leads(etcd: EtcdCluster, pairs: Callab
 
 def test_one_member_of_etcd_is_killed_and_nobody_notices(tmp_path: Path, pairs: Callable[..., Pair]) -> None:
     with EtcdCluster(tmp_path / "etcd") as own:
-        pair = pairs(own.endpoints, STRATA_LEADER_LEASE="6")
+        pair = pairs(own.endpoints, STRATA_LEADER_LEASE="30")
         leader = pair.leader()
         with Load(pair.both) as load:
             load.until_answered(after_s=time.monotonic(), within_s=SLOW_MACHINE_S)
@@ -354,6 +364,7 @@ def test_one_member_of_etcd_is_killed_and_nobody_notices(tmp_path: Path, pairs: 
         assert "no longer leads" not in output, output
 
 
+@pytest.mark.timeout(300)
 def test_majority_of_etcd_is_lost_and_all_is_readable_until_it_is_back(
     tmp_path: Path, pairs: Callable[..., Pair]
 ) -> None:
@@ -371,7 +382,8 @@ def test_majority_of_etcd_is_lost_and_all_is_readable_until_it_is_back(
         for member in lost:
             member.kill()
         for each in pair.both:
-            eventually(partial(knows_of_nobody, each), within_s=SLOW_MACHINE_S, what="nobody leads")
+            # Three lengths of the lease, and a start from what one member has.
+            eventually(partial(knows_of_nobody, each), within_s=2 * SLOW_MACHINE_S, what="nobody leads")
             found = whenever(partial(each.get, "/api/workers"))
             assert [worker["id"] for worker in found] == ["before"]
             answer = whenever(partial(unredirected, "POST", each.url + "/api/tasks"))

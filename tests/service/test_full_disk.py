@@ -17,7 +17,7 @@ import pytest
 
 from strata.coordinator.auth.tokens import TokenStore
 from strata.coordinator.engine import Engine, StorageFull, SystemClock
-from strata.coordinator.journal.protocol import JournalFull
+from strata.coordinator.journal.protocol import JournalFull, JournalSpace
 from strata.coordinator.journal.space import Space
 from strata.coordinator.journal.sqlite import SqliteJournal
 from strata.core.cluster import Cluster
@@ -55,7 +55,7 @@ def fill(place: Path, *, leave_bytes: int = 0) -> Path:
                 return ballast
 
 
-def is_full(space: Space) -> bool:
+def is_full(space: JournalSpace) -> bool:
     return space.is_full
 
 
@@ -124,8 +124,9 @@ def test_journal_opens_on_a_disk_without_a_byte(small_disk: Path) -> None:
     journal.close()
 
 
+@pytest.mark.parametrize("leave_bytes", [MB, 2 * MB, 4 * MB])
 async def test_snapshot_leaves_the_reserve_alone_and_may_fail(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, leave_bytes: int
 ) -> None:
     monkeypatch.setattr("strata.coordinator.engine.SNAPSHOT_EVERY", 1)
     monkeypatch.setattr("strata.coordinator.engine.LOOK_S", 3600.0)
@@ -133,9 +134,13 @@ async def test_snapshot_leaves_the_reserve_alone_and_may_fail(
     running = asyncio.create_task(engine.run())
     for number in range(20):
         await engine.submit(SwapValue(key=f"k{number}", body=b"x" * 200_000, expected_version=0))
-    fill(small_disk, leave_bytes=MB)  # Space for one more value, and not for all of them once more.
+    await engine._end_compaction(wait=True)  # It would write beside what fills the disk.
+    fill(small_disk, leave_bytes=leave_bytes)  # Space for one more value, and not for all of them once more.
     await engine.submit(SwapValue(key="last", body=b"x" * 1000, expected_version=0))
+    await engine._end_compaction(wait=True)
+    engine.space.look()
     assert (small_disk / "reserve").exists()
+    assert not is_full(engine.space), "what changes need is left for them"
     engine.stop()
     await running
     engine.close()

@@ -276,7 +276,7 @@ def test_failed_fsync_stops_the_coordinator_before_it_acknowledges(
         with stub(coordinator.address) as calls:
 
             def register() -> None:
-                for number in range(1_000):
+                for number in range(10_000):  # Until the tracer is there, which may take long to start.
                     calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id=f"w{number}"), timeout=30)
                     acknowledged.append(f"w{number}")
                     time.sleep(0.01)

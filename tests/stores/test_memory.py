@@ -211,7 +211,7 @@ def test_a_zombie_is_dead(shm: Path) -> None:
 
 def test_the_job_lives_as_long_as_the_owner_it_names(shm: Path, program: Callable[[str], str]) -> None:
     """A launcher that outlives its workers owns their memory."""
-    launcher = subprocess.Popen([program("sleep"), "60"])
+    launcher = subprocess.Popen([program("sleep"), "600"])
     try:
         end(open_elsewhere(shm, "job", owner_pid=launcher.pid))
         assert remove_dead_jobs(root=shm, grace_s=0) == []

@@ -117,7 +117,12 @@ def test_stop_saves_and_leaves_nothing_and_restart_continues_from_there(tasks: T
     client = Client(tasks.server.url)
     task_id = tasks.submit(workers=2, steps=1_000_000, **TINY)
     tasks.until(task_id, lambda task: task["step"] > 10)
-    preview = tasks.server.get(f"/api/datasets/sample-text-{task_id}/preview")
+    # One rank reports the data, and any of them steps.
+    data = f"sample-text-{task_id}"
+    eventually(
+        lambda: data in [each["id"] for each in tasks.server.get("/api/datasets")], within_s=60, what=data
+    )
+    preview = tasks.server.get(f"/api/datasets/{data}/preview")
     assert all(sample["text"] for sample in preview["samples"]), "what it trains on can be looked at"
     assert len(preview["samples"]) > 0
     pids = list(tasks.processes(task_id))
@@ -257,6 +262,7 @@ def test_what_a_task_said_last_is_on_disk_before_it_has_ended(tmp_path: Path) ->
         tasks.close()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_coordinator_killed_at_any_time_loses_no_task(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)

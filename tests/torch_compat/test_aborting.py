@@ -14,6 +14,7 @@ from torch import distributed
 
 from strata.torch_compat.aborting import ProcessGroups
 from strata.torch_compat.stores import serve_on
+from tests.rendezvous.etcd_server import free_port
 from tests.support_ranks import ranks
 
 ROUNDS = 24
@@ -21,9 +22,8 @@ ROUNDS = 24
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = str(free_port())
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from strata.torch_compat import stores
+from tests.rendezvous.etcd_server import port_of_nobody
 
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
 
@@ -39,18 +40,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 def test_a_rank_connects_when_rank_0_listens_and_not_before(calls: list[tuple[int, bool]]) -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    server.close()
     joined = threading.Event()
 
-    def join() -> None:
+    def join(port: int) -> None:
         rendezvous._create_c10d_store("127.0.0.1", port, 1, 2, timedelta(seconds=60))
         joined.set()
 
-    threading.Thread(target=join, daemon=True).start()
-    assert not joined.wait(0.2)
-    with socket.create_server(("127.0.0.1", port)):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # Nobody else gets the port, and nobody listens there yet.
+        threading.Thread(target=join, args=(server.getsockname()[1],), daemon=True).start()
+        assert not joined.wait(0.2)
+        server.listen()
         assert joined.wait(60)
     assert calls == [(1, True)]
 
@@ -58,11 +58,10 @@ def test_a_rank_connects_when_rank_0_listens_and_not_before(calls: list[tuple[in
 def test_rank_0_and_those_who_meet_at_their_agent_do_not_wait(
     calls: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    rendezvous._create_c10d_store("127.0.0.1", port, 0, 2, timedelta(seconds=60))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    rendezvous._create_c10d_store("127.0.0.1", port, 1, 2, timedelta(seconds=60))
+    with port_of_nobody() as port:
+        rendezvous._create_c10d_store("127.0.0.1", port, 0, 2, timedelta(seconds=60))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        rendezvous._create_c10d_store("127.0.0.1", port, 1, 2, timedelta(seconds=60))
     assert calls == [(0, False), (1, False)]
 
 

@@ -1,7 +1,7 @@
 """One rank of a small elastic job on gloo, that tests hold, kill and count: `python -m tests.training.rank_script --help`.
 
 It appends a line to the file `events` of its control folder each time it is about to make a step, and goes no further than
-the step in the file `hold` there, until that is changed or it is asked to leave.
+the step in the file `hold` there, until that is changed or it is asked to leave. That it was asked is said by a file `asked-PID`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pathlib import Path
 
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data._utils import worker as loader_process
 
 from tests.training.loops import SAMPLES, Loop
 
 POLL_S = 0.005
+LOADERS_LOOK_EVERY_S = 60.0
+"""After whether their rank still lives; 5 s otherwise, which a busy machine may need for other things."""
 
 
 class Control:
@@ -33,6 +36,8 @@ class Control:
         os.write(self._events, (" ".join(map(str, facts)) + "\n").encode())
         while job.step >= self._limit() and job._preemption is not None and not job._preemption.requested:
             time.sleep(POLL_S)
+        if job._preemption is not None and job._preemption.requested:
+            (self._folder / f"asked-{os.getpid()}").touch()
 
     def _limit(self) -> float:
         try:
@@ -55,6 +60,7 @@ def main() -> None:
     parser.add_argument("--job")
     parser.add_argument("--coordinator")
     args = parser.parse_args()
+    loader_process.MP_STATUS_CHECK_INTERVAL = LOADERS_LOOK_EVERY_S  # type: ignore[attr-defined]
     distributed.init_process_group("gloo")
     loop = Loop(
         args.checkpoints,

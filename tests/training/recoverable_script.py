@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import strata
+from strata.agent.channel import WorkerChannel
 from strata.training import ElasticOptions
 from strata.training.recoverable import Run
 
@@ -102,6 +103,18 @@ def note(**what: Any) -> None:
             "machine": os.environ.get("MACHINE"),
         }
         file.write(repr({**who, **what}) + "\n")
+
+
+def note_arrival(entrance: str) -> None:
+    """That it is a spare, or waits, once its agent knows that it does."""
+    send = WorkerChannel.send
+
+    def noting(self: WorkerChannel, kind: str, **fields: Any) -> None:
+        send(self, kind, **fields)
+        if kind == "arrived":
+            note(**{entrance: os.environ["RANK"]})
+
+    WorkerChannel.send = noting  # type: ignore[method-assign]
 
 
 def faults(step: int) -> None:
@@ -204,7 +217,7 @@ def follow(schedule: list[tuple[int, int, int]]) -> None:
 
 if __name__ == "__main__":
     if entrance := os.environ.get("STRATA_ENTRANCE"):
-        note(**{entrance: os.environ["RANK"]})
+        note_arrival(entrance)
     if "SCHEDULE" in os.environ:
         follow(json.loads(os.environ["SCHEDULE"]))
     elif "PLAIN" in os.environ:

@@ -210,7 +210,7 @@ def main(kind: str, folder: Path, max_steps: int, die_at: int) -> None:
                 (folder / f"draw-{world}-{rank}").write_text(str(torch.rand(1).item()))
             if "SETTLED" in os.environ:  # Nothing is skipped, so what was saved is known.
                 assert job._manager is not None
-                assert job._manager.wait_idle(60)
+                assert job._manager.wait_idle(600)
             x, y = batch.data
             loss = nn.functional.mse_loss(model(x), y) * batch.weight
             loss.backward()

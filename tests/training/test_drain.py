@@ -30,7 +30,7 @@ try: slow = (folder / 'slow').read_text()
 except FileNotFoundError: slow = None
 if slow is not None:
     pause_s = float(slow or (0.05 if step < 350 else 1.0))
-    if pause_s > 1: (folder / 'in-a-slow-step').touch()
+    if pause_s > 1: (folder / ('in-a-slow-step-' + os.environ.get('MACHINE', ''))).touch()
     until_s = time.monotonic() + pause_s
     while time.monotonic() < until_s and (folder / 'slow').exists(): time.sleep(0.02)
 """
@@ -230,7 +230,7 @@ def test_spot_instance_that_is_taken_back_hands_over_to_a_machine_that_stands_by
         metadata.action = json.dumps({"action": "terminate", "time": time})
         assert b.process.wait(60) == 128 + signal.SIGTERM, a.output()
         a.await_line(lambda line: line.get("world") == 2 and line["machine"] == "c")
-        eventually(lambda: _settled(coordinator), within_s=60)
+        eventually(lambda: _settled(coordinator), within_s=60, what=lambda: str(drains(coordinator)))
         (known,) = drains(coordinator)
         assert (known["host"], known["by"]) == ("b", "aws")
         assert known["reason"] == "AWS reclaims this spot instance (terminate)"
@@ -244,23 +244,26 @@ def test_spot_instance_that_is_taken_back_hands_over_to_a_machine_that_stands_by
 
 
 def _settled(coordinator: Coordinator) -> bool:
-    return all(
+    known = drains(coordinator)
+    return bool(known) and all(
         one["state"] == "drained" and one["handovers"] and one["handovers"][0]["lost_steps"] is not None
-        for one in drains(coordinator)
+        for one in known
     )
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_second_is_too_short_for_a_slow_step_and_what_it_cost_is_said(
-    coordinator: Coordinator, tmp_path: Path, kind: str
+    coordinator: Coordinator, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("strata.cli.operating.drain.SETTLE_S", 240.0)
     with ExitStack() as stack:
         machines = Machines(stack, coordinator, tmp_path, nnodes="1:2", kind=kind)
         a, b = machines.start("a"), machines.start("b")
         a.await_line(lambda line: line.get("world") == 2, count=2)
         a.await_line(lambda line: "resumed" in line, count=2)
         machines.slow.write_text("5")
-        eventually(lambda: (a.folder / "in-a-slow-step").exists(), within_s=60)
+        # A worker that still waits for the other's last step cannot hear that it is asked to leave.
+        eventually(lambda: (a.folder / "in-a-slow-step-b").exists(), within_s=60)
         said = strata("drain", "b", "--within", "1s", "--api", coordinator.url)
         assert b.process.wait(60) == 128 + signal.SIGTERM
         assert "the run continued at step" in said.out, said.out + a.output()
@@ -276,22 +279,22 @@ def test_one_second_is_too_short_for_a_slow_step_and_what_it_cost_is_said(
         assert_trained_once(a, STEPS)
 
 
-@pytest.mark.parametrize(("grace", "slow"), [("30", "0.05"), ("1", "5")])
+@pytest.mark.parametrize(("grace", "slow"), [("30", "0.05"), ("1", "60")])
 def test_agent_that_gets_sigterm_says_what_was_saved_before_its_grace_is_over(
     tmp_path: Path, grace: str, slow: str
 ) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "faults-0").write_text(SLOW)
-    (folder / "slow").write_text("0.05")
+    (folder / "slow").write_text(slow)
     with job(folder, "ddp", workers=2, steps=STEPS, STEP_S="0", STRATA_GRACE_S=grace) as running:
         running.await_line(lambda line: "resumed" in line, count=2)
         eventually(lambda: list((folder / "checkpoints").glob("**/*")) != [], within_s=60)
-        (folder / "slow").write_text(slow)
-        if slow == "5":
-            eventually(lambda: (folder / "in-a-slow-step").exists(), within_s=60)
+        if grace == "1":
+            # In its first step: it has no snapshot that it could leave in memory.
+            eventually(lambda: (folder / "in-a-slow-step-").exists(), within_s=60)
         running.process.terminate()
-        assert running.process.wait(30) == 128 + signal.SIGTERM
+        assert running.process.wait(60) == 128 + signal.SIGTERM
         said = running.output()
     if grace == "30":
         assert re.search(r"this machine has left the run: step \d+ is durable: 0 steps lost", said), said

@@ -25,6 +25,8 @@ from strata.stores import open_store
 from tests.support import eventually, kill_together
 from tests.support_seaweed import seaweed
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 STEPS, STANDS_AT, DURABLE, SNAPSHOT = 24, 15, 8, 14
@@ -139,7 +141,6 @@ def test_newest_snapshot_is_durable_after_all_workers_were_killed(tmp_path: Path
     assert_continues(tmp_path, kind, [near, far])
 
 
-@pytest.mark.timeout(600)
 def test_newest_snapshot_of_a_run_of_its_own_is_durable_after_its_worker_was_killed(tmp_path: Path) -> None:
     """`strata run`: the agent is that of a task, and the coordinator ends with the run."""
     far, memory = str(tmp_path / "far"), tmp_path / "own"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     assert "Traceback" not in "".join(server.output), "".join(server.output)
 
 
+@pytest.mark.timeout(400)
 def test_a_hang_that_ends_nobody_is_an_incident_with_stacks_until_the_next_step(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
@@ -47,18 +50,22 @@ def test_a_hang_that_ends_nobody_is_an_incident_with_stacks_until_the_next_step(
         str(tmp_path / "checkpoints"),
         coordinator=coordinator.address,
         epochs=None,
-        max_steps=2_000,
+        max_steps=1_000_000,
         hang_timeout_s=0.5,
     )
     found: dict[str, Any] = {}
+    until_s = math.inf
     with loop.job as job:
         for batch in job:
             if job.step == 3:
                 found = stand_still()
+                until_s = time.monotonic() + 120
             loop.train(batch)
             if any(each["id"] == found.get("id") for each in incidents("recovered")):
                 break  # By the steps that were made since.
-            assert job.step < 1_000, "steps are made, and it is still open"
+            assert time.monotonic() < until_s, "steps are made, and it is still open"
+            # The coordinator looks now and then, more rarely the busier it is.
+            time.sleep(0.02)
     assert (found["failure_class"], found["rank"], found["decision"]) == ("hang", 0, "continue")
     lines = coordinator.get("/api/logs?level=error&q=hung")
     assert lines

@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 import strata
 from strata.checkpoint.catalog.listing import Catalog
@@ -35,6 +34,7 @@ from tests.stores.mounts import small_tmpfs
 from tests.support import Coordinator, eventually
 from tests.support_programs import program
 from tests.training.loops import BATCH, SAMPLES, steps_in
+from tests.training.rank_script import LOADERS_LOOK_EVERY_S
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -145,6 +145,11 @@ class Launch:
             return any(e.world == size and e.generation >= generation for e in self.reached())
 
         self._eventually(is_there, f"a world of {size}")
+
+    def wait_for_request(self, pids: Iterable[int]) -> None:
+        """One of these processes knows that it was asked to leave."""
+        files = [self._control / f"asked-{pid}" for pid in pids]
+        self._eventually(lambda: any(file.exists() for file in files), "a rank that was asked to leave")
 
     def wait_for_line(self, text: str, *, count: int = 1) -> list[str]:
         def lines() -> list[str]:
@@ -358,7 +363,7 @@ def test_loader_processes_do_not_delay_the_survivors(launch: Start) -> None:
     os.kill(pids[1], signal.SIGKILL)
     job.release()
     psutil.wait_procs([survivor], timeout=PATIENCE_S)
-    assert time.monotonic() - killed_s < MP_STATUS_CHECK_INTERVAL, job.output
+    assert time.monotonic() - killed_s < LOADERS_LOOK_EVERY_S, job.output
     assert job.ended() == [0], job.output
     assert resumed(job.output) == ["5 from MEMORY, 0 steps lost"]
     assert_exact(job.checkpoints)
@@ -411,8 +416,9 @@ def test_one_machine_asked_to_stop_keeps_its_images_and_the_other_continues(
     job = launch(endpoint=meeting, nodes=(1, 2), script={"samples": LONG, "step_s": STEP_S})
     job.hold(5)
     staying, leaving = [job.start(ranks=1, memory=memory) for memory in ("staying", "leaving")]
-    job.wait_for(5, world=2)
+    pids = job.wait_for(5, world=2)
     leaving.process.send_signal(signal.SIGTERM)
+    job.wait_for_request(pids.values())  # Both are held until then, so that the job does not end before.
     job.release()
     job.wait_for_world(1, generation=2)
     job.ended()

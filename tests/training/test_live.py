@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,11 @@ def train(loop: Loop, at: int, how: Callable[[Loop, Batch], None]) -> None:
 
 def in_forward(loop: Loop, batch: Batch) -> None:
     loop.model(batch.data[0])
+    raise Crash
+
+
+def asked_and_crashed(loop: Loop, batch: Batch) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
     raise Crash
 
 
@@ -436,3 +442,16 @@ def test_entering_again_maps_no_new_memory_and_leaves_nothing_behind(
     assert not any(thread.name.startswith("strata-") for thread in threading.enumerate() if not thread.daemon)
     assert os.listdir(tmp_path / "memory")
     staging.release_mapped()
+
+
+def test_who_is_asked_to_leave_while_it_leaves_a_generation_enters_no_other(run: Run, tmp_path: Path) -> None:
+    """Its agent would wait for its end until it kills it."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        leave(sparse(tmp_path), 3, in_forward)
+        assert came == []
+        leave(sparse(tmp_path), 5, asked_and_crashed)
+        assert came == [signal.SIGTERM], "what ends the process has the signal now"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -63,6 +63,18 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     assert "Traceback" not in "".join(server.output), "".join(server.output)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that ends waits a few seconds for its sinks and its coordinator, and one that fails a second. On a busy machine they may
+    take longer, and what is told here is what they have in the end."""
+    for limit in (
+        *("training.metrics.metric_log.CLOSE_S", "training.metrics.metric_log.CRASH_S"),
+        *("training.link.CLOSE_S", "training.link.CRASH_S", "training.link.METRICS_S"),
+        *("training.link.JOIN_TIMEOUT_S", "worker.session.LAST_METRICS_S", "worker.session.GOODBYE_S"),
+    ):
+        monkeypatch.setattr(f"strata.{limit}", 100.0)
+
+
 class Failure(Exception):
     """Of the script."""
 
@@ -93,6 +105,8 @@ def train(loop: Loop, *, fail_at: int | None = None, once: threading.Event | Non
             )
             if fail_at == job.step + 1:
                 assert once is None or once.wait(60)
+                # Who was never connected has nobody to tell the last values to.
+                assert job._link is None or job._link._orchestrator.wait_connected(60)
                 raise Failure
         job.log({"at_the_end": 1})
         return job.run
@@ -155,7 +169,7 @@ def test_values_logged_while_the_coordinator_is_away_arrive_once(
         for batch in job:
             loop.train(batch)
             if job.step == 9:
-                eventually(lambda: bool(coordinator.get("/api/runs")), within_s=30, what="something was kept")
+                eventually(lambda: bool(coordinator.get("/api/runs")), within_s=60, what="something was kept")
                 coordinator.kill()
             if job.step == 20:
                 coordinator.start()

@@ -24,7 +24,7 @@ from strata.processes import machine_token
 from tests.support import eventually
 from tests.support_network import Network, network
 from tests.support_proxy import Proxy
-from tests.training.test_recoverable import Job, assert_exact, job
+from tests.training.test_recoverable import SNAPSHOT_EVERY, Job, assert_exact, job
 
 T = TypeVar("T")
 
@@ -32,16 +32,17 @@ LIMIT_S = 240.0
 APART = "bce"
 """The machines that have a network namespace of their own, where there is such a network; the others share this machine's."""
 
-PACE = """
+STEP_S, SLOW_STEP_S = 0.1, 0.25
+PACE = f"""
 import os, time
 def pace(): return (folder / 'pace').read_text()
 now = pace()
-if now == 'hold':
-    (folder / f"held-{os.environ['MACHINE']}").touch()
+if now == 'hold' and step % {SNAPSHOT_EVERY} == {SNAPSHOT_EVERY // 2}:
+    (folder / f"held-{{os.environ['MACHINE']}}").touch()
     while (now := pace()) == 'hold': time.sleep(0.02)
-time.sleep(float(now))
+time.sleep({STEP_S} if now == 'hold' else float(now))
 """
-STEP_S, SLOW_STEP_S = 0.1, 0.25
+"""Held half way between two snapshots: whoever has looked a moment before, and is a step ahead, makes none."""
 
 
 class Fleet:

@@ -211,7 +211,7 @@ def assert_resumed_from_memory(ended: Ended, step: int) -> None:
 
 def test_a_killed_rank_costs_the_step_it_was_in(tmp_path: Path, undisturbed: Callable[..., Path]) -> None:
     folder = tmp_path / "job"
-    crash("fsdp", folder, 2, at=7, env={"DIES": "1"})
+    crash("fsdp", folder, 2, at=7, env={"DIES": "1", "SETTLED": "1"})
     ended = finish("fsdp", folder, 2)
     assert_resumed_from_memory(ended, 6)
     check_same(folder, undisturbed("fsdp", 2))
@@ -223,7 +223,7 @@ def test_resizes_keep_the_loss_curve(tmp_path: Path, undisturbed: Callable[..., 
     folder = tmp_path / "job"
     crash("fsdp", folder, 2, at=4)
     crash("fsdp", folder, 3, at=7, env={"DIES": "2"})
-    crash("fsdp", folder, 1, at=10)
+    crash("fsdp", folder, 1, at=10, env={"SETTLED": "1"})
     ended = finish("fsdp", folder, 4)
     assert_resumed_from_memory(ended, 9)
     check_close(folder, undisturbed("fsdp", 2), STEPS)

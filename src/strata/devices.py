@@ -55,9 +55,8 @@ def _records(log: int) -> Iterator[str]:
     """Each read is one: `6,339,5140900,-;text`."""
     with suppress(OSError):  # There is none left.
         while True:
-            with suppress(
-                BrokenPipeError
-            ):  # It was overwritten meanwhile: the next read is of the oldest that is left.
+            # One that was overwritten meanwhile raises; the next read is of the oldest that is left.
+            with suppress(BrokenPipeError):
                 record = os.read(log, _RECORD_BYTES)
                 if not record:
                     return

@@ -47,9 +47,7 @@ def test_one_that_leaves_already_is_not_interrupted(by: str, monkeypatch: pytest
         leaving = Leaving()
         if by == "a notice":
             leaving.notice(source="the coordinator", reason="drained", within_s=600)
-        asked = threading.Thread(
-            target=leaving.begin, args=(lambda: None,)
-        )  # As of an agent that got a signal.
+        asked = threading.Thread(target=leaving.begin, args=(lambda: None,))  # As on a signal.
         asked.start()
         asked.join()
         leaving.end(workers=0, launch="none", coordinator="")

@@ -111,9 +111,8 @@ class Watch:
         self._due_mono_s = now_mono_s + every_s
         self._log_incidents(self._incident_lines.due(now_s=now_mono_s))
         if now_mono_s >= self._next_look_mono_s:
-            began_s = (
-                time.thread_time()
-            )  # A time in which this process was not let to run was not spent on looking.
+            # Of this thread: while others had the processor, nothing was spent on looking.
+            began_s = time.thread_time()
             self._look()
             self._next_look_mono_s = now_mono_s + REST * (time.thread_time() - began_s)
         self.history.put(now_s, self._fleet(now_mono_s), {job: self._shown(job) for job in self.jobs})

@@ -80,6 +80,11 @@ const ops = {
     if (held) await page.mouse.up();
     if (twice) await page.mouse.dblclick(...at.at(-1));
   },
+  hold: async ({ find }) => {
+    await place(find).hover();
+    await page.mouse.down();
+  },
+  release: () => page.mouse.up(),
   drag: ({ find, onto }) => place(find).dragTo(place(onto)),
   fill: ({ find, value }) => place(find).fill(value),
   choose: ({ find, value }) => place(find).selectOption(value).then(() => null),

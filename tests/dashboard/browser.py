@@ -114,6 +114,13 @@ class Browser:
         """Over an element, from point to point, each as fractions of its width and height."""
         self._do("mouse", find=find, points=points, held=held, twice=twice)
 
+    def hold(self, **find: Any) -> None:
+        """Press the mouse button over it. `release` is its end."""
+        self._do("hold", find=find)
+
+    def release(self) -> None:
+        self._do("release")
+
     def drag(self, find: dict[str, Any], onto: dict[str, Any]) -> None:
         self._do("drag", find=find, onto=onto)
 

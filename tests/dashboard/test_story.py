@@ -115,6 +115,22 @@ def test_the_shard_map_follows_training_from_epoch_to_epoch(watched: Coordinator
         page.see("Same for the previous 2 epochs.", css="main p")
 
 
+def test_a_row_that_moves_while_it_is_pressed_is_opened(watched: Coordinator, page: Browser) -> None:
+    with TrainingOrchestrator(watched.address, job_id="pressed") as worker:
+        worker.register_worker("pressed-0")
+
+        def save(step: int) -> None:
+            worker.notify_checkpoint(f"pressed-{step}", step, 0, path=f"/pressed/{step}")
+
+        save(1)
+        page.open("/checkpoints?job=pressed")
+        page.hold(css="[role=row]:has-text('/pressed/1')")
+        save(2)
+        page.see(css="[role=row][aria-rowindex='2']:has-text('/pressed/2')")
+        page.release()
+        page.see(role="dialog", name="Checkpoint at step 1")
+
+
 def register_a_dataset(page: Browser, file: Path) -> None:
     file.write_text(
         "".join(json.dumps({"text": f"Story {n}: once upon a time."}) + "\n" for n in range(3_000))

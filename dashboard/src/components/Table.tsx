@@ -6,6 +6,7 @@ import { ArrowDown, ArrowUp } from "lucide-react";
 import { useEffect, useMemo, useRef, type ReactNode } from "react";
 
 import { useNarrow } from "./narrow";
+import { useMovingRows } from "./press";
 
 export interface Column<T> {
   id: string;
@@ -78,6 +79,7 @@ export function Table<T extends object>(props: Props<T>) {
 
   const scroller = useRef<HTMLDivElement>(null);
   const narrow = useNarrow();
+  const moving = useMovingRows();
   const virtual = useVirtualizer({ count: sorted.length, getScrollElement: () => scroller.current, estimateSize: () => (narrow ? CARD_PX : rowHeight), overscan: 12 });
   useEffect(() => virtual.measure(), [narrow, virtual]);
   const selectedIndex = props.selected ? sorted.findIndex((row) => row.id === props.selected) : -1;
@@ -133,7 +135,7 @@ export function Table<T extends object>(props: Props<T>) {
       {sorted.length === 0 ? (
         props.empty
       ) : (
-        <div role="rowgroup" className={`relative ${narrow ? "" : "min-w-fit"}`} style={{ height: virtual.getTotalSize() }}>
+        <div {...moving} role="rowgroup" className={`relative ${narrow ? "" : "min-w-fit"}`} style={{ height: virtual.getTotalSize() }}>
           {virtual.getVirtualItems().map((item) => {
             const row = sorted[item.index];
             if (!row) return null;

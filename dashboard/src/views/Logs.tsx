@@ -17,6 +17,7 @@ import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
 import { CopyButton } from "../components/Copy";
 import { useNarrow } from "../components/narrow";
+import { useMovingRows } from "../components/press";
 import { lookOf, Status, TONE_TEXT } from "../components/Status";
 import { Name, Time, WorkerLink } from "../components/values";
 import { clockMs, count, cut, plural } from "../format";
@@ -156,6 +157,7 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
   const { lines, narrow, following } = props;
   const wrap = props.wrap || narrow;
   const scroller = useRef<HTMLDivElement>(null);
+  const moving = useMovingRows();
   const virtual = useVirtualizer({
     count: lines.length,
     getScrollElement: () => scroller.current,
@@ -184,7 +186,7 @@ function Lines(props: { lines: readonly LogEntry[]; wrap: boolean; narrow: boole
         if (event.key === "End") props.onFollow();
       }}
     >
-      <div className="relative min-w-fit" style={{ height: virtual.getTotalSize() }}>
+      <div {...moving} className="relative min-w-fit" style={{ height: virtual.getTotalSize() }}>
         {virtual.getVirtualItems().map((item) => {
           const line = lines[item.index];
           if (!line) return null;

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from strata import ElasticSampler
+from strata.launch.cleanup import is_tracker
 from strata.launch.coordinator import CoordinatorProcess
 from tests.support import eventually, kill_together
 from tests.support_network import network
@@ -284,13 +285,14 @@ def test_workers_end_with_their_agent_and_the_next_one_continues(
         eventually((running.folder / "is far").exists, within_s=LIMIT_S)
         below = psutil.Process(running.process.pid).children(recursive=True)
         assert set(running.living().values()) <= {process.pid for process in below}
-        servers = [process for process in below if process.ppid() == running.process.pid]
+        trackers = [process for process in below if is_tracker(process.pid)]
+        servers = [p for p in below if p.ppid() == running.process.pid and p not in trackers]
         if server_is_stopped:
             for server in servers:
                 server.suspend()
         running.process.kill()
         running.process.wait()
-        left = [process for process in below if process not in servers or not server_is_stopped]
+        left = [p for p in below if not server_is_stopped or p not in (*servers, *trackers)]
         try:
             psutil.wait_procs(left, timeout=60)
             assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -298,6 +300,8 @@ def test_workers_end_with_their_agent_and_the_next_one_continues(
             for server in servers:
                 with suppress(psutil.Error):
                     server.kill()
+            # When all others have ended, they remove their semaphores.
+            psutil.wait_procs(trackers, timeout=60)
     running.release()
     with job(tmp_path / "job", "ddp", workers=3, steps=400) as running:
         running.finish()

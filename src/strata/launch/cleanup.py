@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 RUN_VARIABLE = "STRATA_RUN_ID"
 TRACKER = b"multiprocessing.resource_tracker"
+TRACKERS_S = 10.0
+"""More than resource trackers take on a machine that is busy."""
 _POLL_S = 0.02
 
 
@@ -34,23 +36,28 @@ def processes_of(run_id: str) -> list[int]:
 def end_processes(run_id: str, *, spare: Collection[int] = (), patience_s: float = 5.0) -> int:
     """SIGKILL for everything that a run has started, until nothing is left; how many there were.
 
-    Python's resource trackers remove the semaphores of the dead and then end by themselves; they get time for it.
+    Python's resource trackers remove the semaphores of the dead and then end by themselves; they are killed only where that takes
+    too long.
     """
     if not run_id:
         return 0
     ended: set[int] = set()
     started_s = time.monotonic()
     while left := [pid for pid in processes_of(run_id) if pid not in spare]:
-        waited_s = time.monotonic() - started_s
-        for pid in left:
-            if waited_s > patience_s / 2 or not is_tracker(pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
         ended.update(left)
-        if waited_s > patience_s:
+        others = [pid for pid in left if not is_tracker(pid)]
+        _kill(others)
+        if time.monotonic() - started_s > (patience_s if others else max(patience_s, TRACKERS_S)):
+            _kill(left)
             break
         time.sleep(_POLL_S)
     return len(ended)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_tracker(pid: int) -> bool:

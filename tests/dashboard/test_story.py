@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import pytest
 from strata import TrainingOrchestrator
 from strata.core.data.ledger import DataCommit, RankRecord
 from strata.launch.cleanup import end_processes
+from strata.rpc import coordinator_pb2 as pb
 from strata.shared_memory import forget_jobs
 from tests.dashboard.browser import Browser
+from tests.service.clients import RawSession, channel, stub
 from tests.support import Coordinator, eventually
 from tests.training.test_recoverable import job
 
@@ -129,6 +132,33 @@ def test_a_row_that_moves_while_it_is_pressed_is_opened(watched: Coordinator, pa
         page.see(css="[role=row][aria-rowindex='2']:has-text('/pressed/2')")
         page.release()
         page.see(role="dialog", name="Checkpoint at step 1")
+
+
+def test_a_line_of_the_log_that_moves_while_it_is_pressed_is_opened(
+    watched: Coordinator, page: Browser
+) -> None:
+    with stub(watched.address) as calls, channel(watched.address) as own:
+        registered = calls.RegisterWorker(pb.RegisterWorkerRequest(worker_id="talker", job_id="talker"))
+        session = RawSession(own).hello("talker", registered.incarnation)
+        session.wait_for("welcome")
+
+        def say(*lines: str) -> None:
+            entries = [pb.LogEntry(timestamp=time.time(), message=line) for line in lines]
+            session.send(logs=pb.LogBatch(entries=entries))
+
+        say(*(f"line {number}" for number in range(100)))
+        page.open("/logs?worker=talker")
+        page.hold(css="[data-row]:has-text('line 99')")
+        say("line 100")
+        page.see(css="[data-row]:has-text('line 100')")
+        page.settle()
+        page.release()
+        page.see("line 99", css="[role=dialog] pre")
+        page.leave()
+        session.close()
+        calls.DeregisterWorker(
+            pb.DeregisterWorkerRequest(worker_id="talker", incarnation=registered.incarnation)
+        )
 
 
 def register_a_dataset(page: Browser, file: Path) -> None:

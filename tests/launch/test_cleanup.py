@@ -73,7 +73,8 @@ def test_a_tracker_that_is_slow_has_time_for_its_semaphores(left: LeftRun) -> No
     ending = threading.Thread(target=lambda: end_processes(left.id, patience_s=0.1))
     ending.start()
     left.process.wait(60)
-    assert not psutil.wait_procs([left.tracker], timeout=1.0)[0]
+    psutil.wait_procs([left.tracker], timeout=1.0)
+    assert not has_ended(left.tracker)
     left.tracker.resume()
     ending.join(60)
     assert not left.semaphore.exists()

@@ -6,7 +6,7 @@ import { ArrowDown, ArrowUp } from "lucide-react";
 import { useEffect, useMemo, useRef, type ReactNode } from "react";
 
 import { useNarrow } from "./narrow";
-import { useMovingRows } from "./press";
+import { useMovingRows } from "./movingRows";
 
 export interface Column<T> {
   id: string;

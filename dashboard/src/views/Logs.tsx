@@ -17,7 +17,7 @@ import { Page } from "../components/Page";
 import { Empty, ErrorNote, Loading } from "../components/states";
 import { CopyButton } from "../components/Copy";
 import { useNarrow } from "../components/narrow";
-import { useMovingRows } from "../components/press";
+import { useMovingRows } from "../components/movingRows";
 import { lookOf, Status, TONE_TEXT } from "../components/Status";
 import { Name, Time, WorkerLink } from "../components/values";
 import { clockMs, count, cut, plural } from "../format";

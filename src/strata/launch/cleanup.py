@@ -16,7 +16,7 @@ from pathlib import Path
 RUN_VARIABLE = "STRATA_RUN_ID"
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKERS_S = 10.0
-"""More than resource trackers take on a machine that is busy."""
+"""After so long a resource tracker is killed, too. It takes less, also on a busy machine."""
 _POLL_S = 0.02
 
 

@@ -1,8 +1,8 @@
-/** Rows of live data move: another one may come under the pointer before the button is released, and a browser then clicks neither. */
+/** Rows of live data move. When another one comes under the pointer before the button is released, a browser clicks neither. */
 
 import { useMemo, useRef, type MouseEvent, type PointerEvent } from "react";
 
-/** Further than this it was a selection of text. */
+/** A pointer that has moved further was selecting text. */
 const STILL_PX = 4;
 
 interface Handlers {
@@ -10,7 +10,7 @@ interface Handlers {
   onClick: (event: MouseEvent) => void;
 }
 
-/** Handlers for what holds the rows (`data-row`): the row that was pressed is clicked, wherever it is by then. */
+/** Handlers for the parent of rows (`data-row`): the row that was pressed is clicked, wherever it has moved. */
 export function useMovingRows(): Handlers {
   const pressed = useRef<{ target: Element; x: number; y: number } | null>(null);
   return useMemo(

@@ -7,7 +7,7 @@ import "uplot/dist/uPlot.min.css";
 import { clock, compact } from "../format";
 import { GAP_S } from "../state/series";
 import type { ChartProps, Line } from "./Chart";
-import { colorOf, useThemeVersion } from "./colors";
+import { canDraw, colorOf, useThemeVersion } from "./colors";
 import { RIGHT, timeTicks } from "./ticks";
 
 /** Time labels closer to the left end would overlap the y axis. */
@@ -28,7 +28,7 @@ export function Plot(props: ChartProps) {
 
   useEffect(() => {
     const element = host.current;
-    if (!element) return;
+    if (!element || !canDraw()) return;
     const grid = { stroke: colorOf("line"), width: 1 };
     const axis: uPlot.Axis = { stroke: colorOf("faint"), grid, ticks: { show: false }, font: "11px ui-sans-serif, system-ui, sans-serif" };
     const floor = lines.some((l) => l.fill) ? 0 : null; // A filled area starts at zero.

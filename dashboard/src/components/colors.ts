@@ -15,6 +15,11 @@ export function themeChanged(): void {
 
 if (typeof matchMedia === "function") matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
 
+/** Whether there is a canvas to draw on: a browser may refuse one, for want of memory or because of its settings. */
+export function canDraw(): boolean {
+  return document.createElement("canvas").getContext("2d") !== null;
+}
+
 /** "accent" → the current value of `--color-accent`. */
 export function colorOf(token: string): string {
   const known = cache.get(token);

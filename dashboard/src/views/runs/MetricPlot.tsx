@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 
-import { colorOf, useThemeVersion } from "../../components/colors";
+import { canDraw, colorOf, useThemeVersion } from "../../components/colors";
 import { translucent } from "../../components/Plot";
 import { logRange, logTexts, logTicks, tickText, timeTicks } from "../../components/ticks";
 import { clock, compact, duration } from "../../format";
@@ -78,7 +78,7 @@ export default function MetricPlot(props: PlotProps) {
 
   useEffect(() => {
     const element = host.current;
-    if (!element) return;
+    if (!element || !canDraw()) return;
     const created = new uPlot(optionsFor(latest.current.columns, live, () => pending.current?.range ?? live.current.range, Math.max(80, element.clientWidth), height), latest.current.data, element);
     plot.current = created;
     rangeSetters.set(created, (chosen, steps) => {

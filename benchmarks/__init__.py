@@ -11,5 +11,6 @@
     python -m benchmarks.replicas       what it costs to compare the ranks' copies (under torchrun)
     python -m benchmarks.dashboard      first paint, sizes and watchers, in Chromium
 
-Their docstrings say what each takes. What users measure on their own machines is `strata bench`, in the package.
+Their docstrings say what each takes; `plots` draws the tables of docs/benchmarks. What users measure on their own machines is
+`strata bench`, in the package.
 """

@@ -58,7 +58,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value somebody set, and where, for messages."""
+    """A value that was set, and where, for messages."""
 
     value: Any
     where: str

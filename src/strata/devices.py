@@ -133,7 +133,7 @@ def device_of(local_rank: int, *, driver: str = DRIVER) -> str:
     if visible is None:
         try:
             count = len(os.listdir(os.path.join(os.path.dirname(driver), "gpus")))
-        except OSError:  # Nobody says how many there are.
+        except OSError:  # How many there are is not known.
             return str(local_rank)
         return str(local_rank) if local_rank < count else ""
     # CUDA takes what comes before the first name of none.

@@ -1,8 +1,9 @@
 """The environment variables that Strata reads, and what happens to those that look like one and are not.
 
-A `.env` in the working directory may be anybody's, such as the author's of a repository that was cloned: only what can
-neither reveal a secret nor send anything elsewhere nor name a program is taken from it (`SAFE`). `unread` names every variable that changes nothing although somebody probably meant it to, with the nearest one that
-does. A test compares the table with the sources, so that it stays complete.
+A `.env` in the working directory may come from a stranger, such as the author of a repository that was cloned: only what can
+neither reveal a secret nor send anything elsewhere nor name a program is taken from it (`SAFE`). `unread` names every variable that
+changes nothing although the user probably meant it to, with the nearest one that does. A test compares the table with the sources, so
+that it stays complete.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def unread(environ: Mapping[str, str] | None = None) -> list[str]:
         near = OTHER_NAMES.get(name)
         if near is None and name.startswith(OURS):
             near = closest(name, KNOWN) or ""
-        elif near is None:  # May be anybody's: named where a letter or an underscore is wrong.
+        elif near is None:  # May be another program's: named where a letter or an underscore is wrong.
             near = closest(name, KNOWN, likeness=0.93)
         if near is not None:
             meant = f" (did you mean {near}?)" if near else ""

@@ -1,8 +1,8 @@
 """etcd through its v3 API: one request at a time over a kept connection, several endpoints, TLS, and a user's password.
 
 Speaks to the JSON gateway that every member since etcd 3.4 serves on its client port, with the standard library alone. A
-silent endpoint is passed over, and so is one that has lost its cluster: a request may therefore reach etcd twice, and whoever
-sends one that changes something makes it such that the second time changes nothing.
+silent endpoint is passed over, and so is one that has lost its cluster: a request may therefore reach etcd twice, and a caller
+that changes something sends its request such that the second time changes nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EtcdClient:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask over the kept connection, if there is one, then each endpoint anew. Raises `EtcdRefused`, `LeaseLost`, and
-        `ConnectionError` where nobody answers."""
+        `ConnectionError` where no endpoint answers."""
         text = json.dumps(body)
         with self._lock:
             try:

@@ -30,7 +30,7 @@ from typing import IO, Any, BinaryIO
 def write_file(
     path: Path, content: bytes | str, *, durable: bool, mode: int = 0o600, if_absent: bool = False
 ) -> None:
-    """Give a file this content; text is UTF-8. With `if_absent` whoever is first does, and others meet `FileExistsError`."""
+    """Give a file this content; text is UTF-8. With `if_absent` only the first writer does, and others get `FileExistsError`."""
     with fresh_file(path, durable=durable, mode=mode, if_absent=if_absent) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -55,8 +55,8 @@ def fresh_file(
 
 @contextlib.contextmanager
 def fresh_folder(path: Path, *, mode: int = 0o700, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to be filled, which gets its name when the block is left; not if that is by an exception. It is durable if whoever
-    fills it flushes its files. It takes the place of an empty folder; of anything else only if it may `overwrite` it."""
+    """A folder to be filled, which gets its name when the block is left; not if that is by an exception. It is durable if the
+    caller flushes the files in it. It takes the place of an empty folder; of anything else only if it may `overwrite` it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = _beside(path)
     fresh.mkdir(mode=mode)

@@ -54,7 +54,7 @@ class ForkServer:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """For one that nobody needs, and nothing forks from. It would take its time over it, and somebody may be waiting."""
+        """For one that is not needed, and nothing forks from. By itself it would take its time to end, and a caller may be waiting."""
         self.kill()
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -68,8 +68,8 @@ def _fields_of(server: Any) -> Mapping[str, Any]:
 
 
 def let_server_end() -> None:
-    """In a process that a server has forked: the server ends when nobody holds a certain pipe any more, and gives it to each of
-    its children too. Without it the server ends with the process that started it."""
+    """In a process that a server has forked: the server ends when no process holds a certain pipe any more, and gives it to each
+    of its children too. Without it the server ends with the process that started it."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)

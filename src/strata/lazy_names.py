@@ -1,4 +1,4 @@
-"""Names of a package that load on first use, so that nobody loads what only others need.
+"""Names of a package that load on first use, so that no process loads what only others need.
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 """

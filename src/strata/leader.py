@@ -5,7 +5,7 @@ a call or the life of a session: it starts there, follows what a standby says of
 the caller pauses (`strata.backoff`); what every one of them said is kept for the message, should none do.
 
 A standby's word is followed to an address that the user has named. To another one only where every connection is verified by
-TLS: the token is sent with each call, and over an open connection anybody on the way could name the address that it is sent to.
+TLS: the token is sent with each call, and over an open connection an attacker on the way could name the address that it is sent to.
 """
 
 from __future__ import annotations

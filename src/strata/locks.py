@@ -2,8 +2,8 @@
 
 A process number says nothing across process namespaces that share a file system; a lock does. It is a POSIX record lock:
 a process that is forked off (a data loader's worker, which may outlive a killed rank) does not inherit it. Such a lock is
-dropped when its process closes any descriptor of the file, so whoever opens a lock file here looks first whether this
-process holds it; nobody else may open one.
+dropped when its process closes any descriptor of the file, so the code here looks first whether this process holds
+a lock file before it opens it; no other code may open one.
 
 A folder is created with its lock held already, and may be renamed while it is held. Folders of version 0.1 have no lock.
 Needs nothing but Python.
@@ -47,13 +47,13 @@ class FolderLock:
 
 
 def create(folder: Path) -> FolderLock:
-    """Hold a folder that is there, and that nobody has held before."""
+    """Hold a folder that is there, and that no process has held before."""
     fresh = folder / f"{LOCK_NAME}.new"
     with _mutex:
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fresh.rename(folder / LOCK_NAME)  # Nobody has ever seen it unlocked.
+            fresh.rename(folder / LOCK_NAME)  # No process has ever seen it unlocked.
         except BaseException:
             os.close(fd)
             raise
@@ -83,8 +83,8 @@ def take(folder: Path) -> FolderLock | None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds a folder, this one or another; None where it has no lock. Where nobody can tell (out of file
-    descriptors, say) it counts as held. Asking holds nothing, so it is in the way of nobody who takes the folder over."""
+    """Whether a process holds a folder, this one or another; None where it has no lock. Where that cannot be told (out of file
+    descriptors, say) it counts as held. Asking holds nothing, so it never stops a process that takes the folder over."""
     path = folder / LOCK_NAME
     with _mutex:
         try:

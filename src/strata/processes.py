@@ -57,7 +57,7 @@ class Process:
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:
-            return False  # Out of file descriptors, say: then nobody is declared dead.
+            return False  # Out of file descriptors, say: then no process is declared dead.
 
 
 def this_process() -> Process:
@@ -65,7 +65,7 @@ def this_process() -> Process:
 
 
 def parent_process() -> Process:
-    """Who started this process; it itself where that is somebody outside of its process namespace, who cannot be seen."""
+    """The process that started this one; this one itself where that is outside of its process namespace, and cannot be seen."""
     return _process(os.getppid() or os.getpid())
 
 

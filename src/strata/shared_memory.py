@@ -2,11 +2,11 @@
 
 Every name of it is made here, for those who put something there and for those who remove what a job left. All of it lives
 below one folder, the root, which `memory_root` decides at each call: processes with different roots behave as if they were
-on different machines. Only images too large for a root that nobody has named live on disk instead (`memory_roots`).
+on different machines. Only images too large for /dev/shm live on disk instead, where no root was named (`memory_roots`).
 
-Each user has folders of their own, which are there as long as something is in them, and which nobody else may enter. A root
-such as /dev/shm is everybody's: where another user was first to take the name of this user's folder, another one is used that
-follows from a key in the user's home, so that all processes of the user find it and nobody else can take it beforehand. The
+Each user has folders of their own, which are there as long as something is in them, and which no other user may enter. A root
+such as /dev/shm is shared by all: where another user was first to take the name of this user's folder, another one is used that
+follows from a key in the user's home, so that all processes of the user find it and no other user can take it beforehand. The
 session's folder ($XDG_RUNTIME_DIR) would not do: it goes when its user logs out, and training does not.
 
 What a job has here goes when it ends, by those who started it (`forget_jobs`). Where they could not, any process of the user
@@ -117,8 +117,8 @@ def folders_of(job: str, *, root: Path | None = None) -> list[Path]:
 
 
 def make_private(folder: Path, *, inside: Path) -> None:
-    """Make a folder, `inside` and those between them, for this user alone. A `PermissionError` names what somebody else
-    made first, and who. Jobs that end meanwhile may remove what they leave empty on the way."""
+    """Make a folder, `inside` and those between them, for this user alone. A `PermissionError` names what another user
+    made first, and which. Jobs that end meanwhile may remove what they leave empty on the way."""
     inside.parent.mkdir(parents=True, exist_ok=True)
     between = [around for around in reversed(folder.parents) if around.is_relative_to(inside)]
     for _ in range(_ATTEMPTS):
@@ -138,14 +138,14 @@ def make_private(folder: Path, *, inside: Path) -> None:
 @contextmanager
 def exclusively_inside(path: Path, *, inside: Path) -> Iterator[int]:
     """As `locks.exclusively`, for a file in a folder of this user alone, below `inside` or that folder itself. Folders are made
-    where there are none, and others may remove them as soon as they are empty. A `PermissionError` names what somebody else
+    where there are none, and others may remove them as soon as they are empty. A `PermissionError` names what another user
     made first."""
     for _ in range(_ATTEMPTS):
         make_private(path.parent, inside=inside)
         with ExitStack() as stack:
             try:
                 fd = stack.enter_context(locks.exclusively(path))
-            except FileNotFoundError:  # The folder was removed as empty by somebody who left just now.
+            except FileNotFoundError:  # The folder was removed as empty by a process that left just now.
                 continue
             yield fd
             return
@@ -161,7 +161,7 @@ def owner_name(found: os.stat_result) -> str:
 
 
 def _own_folder(root: Path, name: str) -> Path:
-    """This user's folder of a root that may be everybody's: by its usual name unless somebody else has that, then by one that
+    """This user's folder of a root that may be shared by all: by its usual name unless another user has that, then by one that
     only this user can work out, and by that one as long as it is there."""
     usual = root / name
     if _is_own(usual):
@@ -173,12 +173,12 @@ def _own_folder(root: Path, name: str) -> Path:
     if _is_own(usual, or_absent=True):
         return usual
     others = others or [root / f"{name}-{suffix}" for suffix in _suffixes(_make_key(), name)]
-    # Without one, whoever creates the usual one gets an error that says whose it is.
+    # Without one, the caller that creates the usual one gets an error that says whose it is.
     return next((path for path in others if _is_own(path, or_absent=True)), usual)
 
 
 def _is_own(path: Path, *, or_absent: bool = False) -> bool:
-    """A folder of this user. A link is nobody's folder. Asked once: jobs of this user make and remove it meanwhile."""
+    """A folder of this user. A link does not count as one. Asked once: jobs of this user make and remove it meanwhile."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes | None:
-    """Written once, completely, by whoever of this user's processes is first."""
+    """Written once, completely, by the first of this user's processes."""
     with suppress(OSError, RuntimeError):
         path = _key_path()
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -336,7 +336,7 @@ def own_values(job: Path, owner: Process) -> Path:
 
 
 def remove_values(job: Path, *, even_owned: bool = False) -> bool:
-    """Take a job's values away in one rename, so that nobody can open half of them, and free them; also what a killed process
+    """Take a job's values away in one rename, so that no process can open half of them, and free them; also what a killed process
     had started to remove. False, and nothing is removed, where an owner lives."""
     if not any(job.glob(f"{_VALUES}*")):
         return True
@@ -358,7 +358,7 @@ def _values_locked(job: Path) -> Iterator[None]:
         finally:
             for renamed in job.glob(f"{_VALUES}-*"):
                 remove_tree(renamed)
-            lock.unlink(missing_ok=True)  # Whoever waits for it makes another.
+            lock.unlink(missing_ok=True)  # A process that waits for it makes another.
             remove_empty(job)
 
 
@@ -387,5 +387,5 @@ def forget_jobs(*jobs: str) -> None:
 
 
 def own_rack() -> str:
-    """What this machine is lost together with, where somebody has said so; empty where nobody has."""
+    """What this machine is lost together with, where that is set; else empty."""
     return os.environ.get(RACK_VARIABLE, "").strip()

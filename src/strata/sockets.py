@@ -1,6 +1,6 @@
 """Unix sockets between processes of one user, at paths of any length.
 
-A socket is a file that only its user may open, in a folder that only its user may enter, and whoever accepts a connection
+A socket is a file that only its user may open, in a folder that only its user may enter, and a process that accepts a connection
 asks the kernel whose process is at the other end. The kernel takes 107 bytes of a path; longer ones are named by a
 descriptor of their folder. Needs nothing but Python.
 """
@@ -19,7 +19,7 @@ BACKLOG = 128
 
 
 def listen_privately(path: Path) -> socket.socket:
-    """A listening socket at a path that nobody has taken. Raises `OSError`."""
+    """A listening socket at a path that is not taken. Raises `OSError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _reachable(path) as short:
@@ -33,7 +33,7 @@ def listen_privately(path: Path) -> socket.socket:
 
 
 def connect_to_path(path: str | os.PathLike[str]) -> socket.socket:
-    """Raises `OSError` where nobody listens, or somebody whom this user may not speak with."""
+    """Raises `OSError` where no process listens, or one that this user may not speak with."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _reachable(Path(path)) as short:

@@ -3,9 +3,9 @@
 `check` finds everything at once; each problem has the path of its key, what was given, what is allowed and, for a key that
 does not exist, the nearest known one. Objects take no keys but their own, unless their schema says otherwise; whole numbers
 are written without a point, and numbers are finite. `violations` gives the same as facts, for callers with texts of their own.
-`schema_problems` looks at a schema that somebody has written.
+`schema_problems` looks at a schema that a user has written.
 
-The `jsonschema` package does the work; it is imported with the first check, so that nobody else waits for it. What commands
+The `jsonschema` package does the work; it is imported with the first check, so that no other code waits for it. What commands
 to the core may hold is checked by `strata.core.checks`, which is pure.
 """
 
@@ -138,7 +138,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def schema_problems(schema: Any, path: str) -> list[str]:
-    """What is wrong with a schema that somebody has written."""
+    """What is wrong with a schema that a user has written."""
     problems = [str(problem) for problem in check(DIALECT, schema, path)]
     return problems or list(_contradictions(schema, path))
 
@@ -238,7 +238,7 @@ def _message(violation: Violation) -> str:
 
 
 def _range(schema: Any) -> str:
-    """Both ends where there are two: whoever has met one limit should not meet the other next."""
+    """Both ends where there are two: a user who has met one limit should not meet the other next."""
     low, above, high = (schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
     if low is not None and high is not None:
         return f"between {_number(low)} and {_number(high)}"

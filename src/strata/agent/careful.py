@@ -1,7 +1,7 @@
 """Torch's agent, which says why its workers ended, and repeats nothing that cannot succeed: see `strata.core.faults.restarts`.
 
 After an attempt that failed, the agent gathers what is known of each worker: its exit code, what it reported, what the kernel and
-whoever keeps its output have to say. That becomes an incident (`incidents`), and the run's policy decides what follows: where it
+the process that keeps its output have to say. That becomes an incident (`incidents`), and the run's policy decides what follows: where it
 stops, all restarts are used up at once, so that the agent ends as it would after the last one.
 """
 

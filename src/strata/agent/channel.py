@@ -21,7 +21,7 @@ machines still answers.
 | `end` | end with the error that was reported |
 | `release` | the function has returned everywhere |
 
-Whoever connects must be this user or root. Needs no torch.
+A process that connects must belong to this user or root. Needs no torch.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class WorkerChannel:
     the agent is lost."""
 
     def __init__(self, path: str, slot: int, *, observe: Callable[[Message], None]) -> None:
-        """Raises `OSError` where nobody listens."""
+        """Raises `OSError` where no agent listens."""
         self.slot = slot
         self._observe = observe
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -209,7 +209,7 @@ class WorkerChannel:
 
 
 def worker_channel(*, observe: Callable[[Message], None]) -> WorkerChannel | None:
-    """To the agent that has started this process; None where it was started by somebody else."""
+    """To the agent that has started this process; None where it was not started by one."""
     path, slot = os.environ.get(AGENT_VARIABLE), os.environ.get(SLOT_VARIABLE)
     if not path or slot is None:
         return None

@@ -1,6 +1,6 @@
 """What a machine knows about a worker that ended: from the kernel, and what it printed last (`strata.devices`: of its GPU).
 
-Whatever cannot be read here (no permission, no such file, nobody who keeps the output) is simply not among the evidence.
+Whatever cannot be read here (no permission, no such file, no process that keeps the output) is simply not among the evidence.
 Needs no torch.
 """
 
@@ -32,7 +32,7 @@ ANSWER_S = 5.0
 class OomKills:
     """Whether the kernel has just killed a process for want of memory.
 
-    Its log names the process, where it can be read. Elsewhere its counters have to do: whoever is killed while they rise may be the one.
+    Its log names the process, where it can be read. Elsewhere its counters have to do: a process killed while they rise may be the one.
     """
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:

@@ -1,7 +1,7 @@
 """The agent finishes the work of its workers: it uploads the newest snapshot they left in memory (`strata.checkpoint.finishing`).
 
 At the end of a run whose workers have died the agent waits for it; a signal ends the waiting. While workers are away because their
-machine waits for others, it is done beside that, in a thread that nobody waits for, and is given up as soon as workers are started.
+machine waits for others, it is done beside that, in a thread that nothing waits for, and is given up as soon as workers are started.
 What was saved is logged, and reported to the coordinator where there is one.
 """
 
@@ -54,7 +54,7 @@ class WorkFinisher:
         self._has_started = False
 
     def workers_start(self) -> None:
-        """Nothing is published from here on, and nobody waits for what is under way."""
+        """Nothing is published from here on, and what is under way is not waited for."""
         self._has_started = True
         if self._finisher is not None:
             self._finisher.give_up(BACK)

@@ -1,7 +1,7 @@
 """What ended a worker, in its own words: the script's part of the traceback, and a report for the agent.
 
-The report is written beside the file that torchrun names for errors, so that whoever started the worker knows the error, its
-place and the last step. Needs no torch.
+The report is written beside the file that torchrun names for errors, so that the process that started the worker knows
+the error, its place and the last step. Needs no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def script_frames(error: BaseException) -> TracebackType | None:
 
 
 def show(error: BaseException, frames: TracebackType | None) -> None:
-    """Print it as Python would that ends with it; once, whoever asks again."""
+    """Print it as Python does when it ends with it; only once, however often this is called."""
     if not getattr(error, _SHOWN, False):
         with suppress(AttributeError):
             setattr(error, _SHOWN, True)

@@ -28,7 +28,7 @@ log = logging.getLogger("strata.rendezvous")
 
 HEALTH_VARIABLE = "STRATA_HEALTH"
 LATER_REPORT_S = 60.0
-"""How long a report may take for which nobody waits."""
+"""How long a report may take that nothing waits for."""
 CHOICES = ("auto", "on", "off")
 SUSPICIOUS_SIGNALS = frozenset({signal.SIGBUS, signal.SIGILL, signal.SIGSEGV})
 """Which a program gets for its own mistakes too, and from memory that fails."""
@@ -43,7 +43,7 @@ def mode() -> str:
 
 
 def check_before_joining(client: CoordinatorCasClient) -> str:
-    """Why this machine is not to join; empty where it is fit, and where nobody wants to know."""
+    """Why this machine is not to join; empty where it is fit, and where it is not checked."""
     if mode() == "off" or (mode() == "auto" and not _has_fork_server()):
         return ""
     return _report(client, _examine(), reason="before joining")
@@ -63,7 +63,7 @@ def check_alone() -> str:
 
 
 def check_after(failure: Failure | None, coordinator: str) -> None:
-    """After a worker has ended in a way that a machine may be to blame for. Nobody waits for it: a machine that is not fit is asked to
+    """After a worker has ended in a way that a machine may be to blame for. Nothing waits for it: a machine that is not fit is asked to
     leave by the coordinator."""
     if failure is None or not coordinator or not is_suspicious(failure) or mode() == "off":
         return

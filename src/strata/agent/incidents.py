@@ -1,6 +1,6 @@
 """What an agent says about workers that ended: a line in the log, the coordinator where there is one, a file where there is none.
 
-Nobody waits for the coordinator: reports go through a bounded queue to a thread of their own, which says them until they have
+Nothing waits for the coordinator: reports go through a bounded queue to a thread of their own, which repeats them until they have
 arrived. When the agent ends, the last ones have `LAST_WORDS_S`. Without a coordinator the incidents of a launch lie in a file of
 the user's (`local_folder`), of which the newest are kept; `strata why` reads them.
 """

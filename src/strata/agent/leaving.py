@@ -32,7 +32,7 @@ log = logging.getLogger("strata.rendezvous")
 
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
 SLURM_WARNING_S = 600.0
-"""A signal within so long before the time limit of a Slurm job is its warning (`--signal`); one before that is somebody's."""
+"""A signal within so long before the time limit of a Slurm job is its warning (`--signal`); an earlier one has another reason."""
 GRACE_VARIABLE = "STRATA_GRACE_S"
 """How long after SIGTERM this machine or container is there: Kubernetes' terminationGracePeriodSeconds, the time of Slurm's --signal."""
 DEADLINE_FILE, OUTCOME_PREFIX = "leave-by", "left-"
@@ -96,7 +96,7 @@ class Leaving:
         return True
 
     def begin(self, kill: Callable[[], None]) -> float | None:
-        """Workers are about to be asked to leave: how long they have, in seconds; None where nobody has said. `kill` ends those that
+        """Workers are about to be asked to leave: how long they have, in seconds; None where it is not known. `kill` ends those that
         are left, should an earlier deadline be announced."""
         with self._lock:
             self._is_asked, self._kill = True, kill
@@ -133,7 +133,7 @@ class Leaving:
             notice = self._handover.notice
             left_s = notice.deadline_s - time.monotonic() if notice is not None else 0.0
             _report(summary, launch=launch, coordinator=coordinator, within_s=call_limit_s(left_s))
-        self._end_in_time()  # Whoever is late has said what there is to say.
+        self._end_in_time()  # Last: an agent that runs out of time has reported already.
         return summary
 
     def _end_in_time(self) -> None:
@@ -215,7 +215,7 @@ def _report(summary: Summary, *, launch: str, coordinator: str, within_s: float)
 
 
 def read_deadline() -> float | None:
-    """Until when this worker is to have left, by the monotonic clock; None where nobody has said."""
+    """Until when this worker is to have left, by the monotonic clock; None where it is not known."""
     folder = _folder()
     if folder is not None:
         with suppress(OSError, ValueError):

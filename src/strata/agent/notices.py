@@ -9,7 +9,7 @@ provider has one small function from what was answered to when the machine goes;
 | GCP | `/computeMetadata/v1/instance/preempted`, and `maintenance-event` | `TRUE`: 30 s; `TERMINATE_ON_HOST_MAINTENANCE`: 60 s |
 | Azure | `/metadata/scheduledevents` | an event `Preempt`, `Terminate`, `Reboot` or `Redeploy` that concerns this machine, with `NotBefore` |
 
-Whoever does not answer is asked again, less and less often; what is asked never leaves the machine's link. Needs no torch.
+A provider that does not answer is asked again, less and less often; what is asked never leaves the machine's link. Needs no torch.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def watch(coordinator: str) -> NoticeWatch | None:
         return None
 
     def announce(source: str, found: Announced) -> None:
-        if coordinator:  # Nobody waits for it: the run leaves at once.
+        if coordinator:  # Nothing waits for it: the run leaves at once.
             threading.Thread(
                 target=_tell, args=(coordinator, source, found), name="strata-announce", daemon=True
             ).start()

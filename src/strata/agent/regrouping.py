@@ -84,8 +84,8 @@ class MeetsOthers(Protocol):
 
 
 def finish_although_asked_once(finisher: WorkFinisher) -> None:
-    """Whoever watches an agent may ask it to end because its workers have failed, at the moment in which it does so by itself (a task's
-    supervisor does): that is no reason to give up what they left. Asked again, it ends."""
+    """A process that watches an agent (a task's supervisor) may ask it to end because its workers have failed, just when it does so by
+    itself: that is no reason to give up what they left. Asked again, it ends."""
     try:
         finisher.finish()
     except BaseException as error:
@@ -165,7 +165,7 @@ class RegroupingAgent(CarefulAgent):
         try:
             result = super().run(role)
         except BaseException as error:
-            # Whoever is at the terminal wants it to end.
+            # The user at the terminal wants it to end.
             if not isinstance(error, KeyboardInterrupt) and getattr(error, "sigval", None) != signal.SIGINT:
                 self._finish()
             raise
@@ -313,7 +313,7 @@ class RegroupingAgent(CarefulAgent):
         return None
 
     def _note_ends_of_spares(self, processes: WorkerProcesses) -> None:
-        """They disturb nobody."""
+        """They disturb no worker."""
         for number, process in processes.spares().items():
             if process.exitcode is None:
                 continue
@@ -375,7 +375,7 @@ class RegroupingAgent(CarefulAgent):
         self.get_worker_group().workers[slot].id = pid
 
     def _start_spare(self, number: int) -> None:
-        """It knows neither its rank nor its device before it takes somebody's place: until then it has a rank beyond all."""
+        """It knows neither its rank nor its device before it takes a worker's place: until then it has a rank beyond all."""
         assert self.processes is not None
         rank = self.get_worker_group().workers[0].world_size + number - self._slots
         variables = {ENTRANCE_VARIABLE: "spare", SLOT_VARIABLE: str(number), "RANK": str(rank)}
@@ -398,7 +398,7 @@ class RegroupingAgent(CarefulAgent):
             phases = {worker.phase for worker in self._regroup.workers.values()}
             self._regroup.met(instruction.workers, now_s=time.monotonic())
             generation = self._regroup.generation
-        # Of a worker that ends, why is in the log; an error that nobody here has ended by is not.
+        # Why a worker of this machine has ended is in the log already; an error that has ended none of them is not.
         none_ended = phases <= {Phase.INSIDE, Phase.OUTSIDE, Phase.FINISHED}
         is_news = none_ended and instruction.reason not in (JOINS, OTHERS_MEET)
         log.log(

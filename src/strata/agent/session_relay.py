@@ -3,11 +3,11 @@
 Workers connect to a private Unix socket; what they say is folded and goes up on one stream for each coordinator that they name,
 opened when the first of them comes. `core.fleet.multiplexer` decides all of it; this carries it out, in a thread of its own with one
 event loop. A worker is asked to speak for itself where the coordinator does not know such streams (an earlier version), or refuses the
-agent. When a stream is lost it is opened again at once and nobody is lost with it; where that fails, workers are let go, and look for
+agent. When a stream is lost it is opened again at once and no worker is lost with it; where that fails, workers are let go, and look for
 their coordinator themselves.
 
-Whoever connects must be this user or root, and speaks for the worker that it has named when it connected: what it says is sent under
-that one's number, and nothing else that a machine's stream may carry is taken from it.
+A process that connects must belong to this user or root, and speaks for the worker that it named when it connected: what it says is
+sent under that one's number, and nothing else that a machine's stream may carry is taken from it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ UNREAD_BYTES = 8 << 20
 UNSENT_MESSAGES = 20_000
 """A stream that so much waits for is opened anew."""
 MESSAGES_PER_SECOND = 2_000
-"""What one worker may send on average; it is read more slowly beyond that, and slows nobody else."""
+"""What one worker may send on average; it is read more slowly beyond that, and slows no other worker."""
 CARRIED = frozenset(["progress", "logs", "metrics", "goodbye"])
 """What goes up as it is."""
 NO_MULTIPLEXING = (
@@ -382,7 +382,7 @@ class Upstream:
             await asyncio.sleep(backoff.pause_s() or 0.0)
 
     def _refuse(self, refused: Refused) -> None:
-        """Whoever waits is notified, and whoever is there is let go."""
+        """Workers that wait are notified, and those that are connected are let go."""
         self._refused = refused
         self._news.set()
         for connection in list(self.writers):
@@ -436,7 +436,7 @@ class Upstream:
                 for message in messages:
                     await call.write(message)
         finally:
-            call.cancel()  # Whoever reads from it learns that it is over.
+            call.cancel()  # The task that reads from it learns that it is over.
 
 
 def _upward(action: Up) -> pb.WorkerMessage:

@@ -114,7 +114,7 @@ class Footprints:
     """This rank's last step, where it survives the rank. Writing one costs less than a microsecond."""
 
     def __init__(self, *jobs: str, rank: int, root: Path | None = None) -> None:
-        """By all names that somebody may look for them: the launch's, and the run's."""
+        """Under all names by which they may be looked up: the launch's, and the run's."""
         self._maps = []
         for job in dict.fromkeys(jobs):
             folder = run_folder(job, root=root)

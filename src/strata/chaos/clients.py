@@ -141,7 +141,7 @@ class Clients:
                         found = asked.get(key)
                     except ConnectionError:
                         self._over.wait(AWAY_PAUSE_S)
-                        continue  # What nobody saw needs no explanation.
+                        continue  # A read without an answer needs no explanation.
                     known[key] = (found[0].decode(), found[1]) if found is not None else None
                     self._note(client, key, ("read",), found[0].decode() if found else None, called_s)
                     continue
@@ -214,7 +214,7 @@ class Clients:
             with suppress(StrataError):
                 worker.deregister(
                     "the run is over"
-                )  # Whoever waits for it at a barrier need not wait any more.
+                )  # Workers that wait for it at a barrier need not wait any more.
             worker.close()
 
     def _until_answered(self, call: Callable[[], object]) -> None:
@@ -227,7 +227,7 @@ class Clients:
 
 
 def barrier_violations(arrivals: Sequence[Arrival], *, members: int) -> list[str]:
-    """A barrier lets nobody go before all have come, and each of them once."""
+    """A barrier lets no worker go before all have come, and each of them once."""
     by_step: dict[int, list[Arrival]] = defaultdict(list)
     for arrival in arrivals:
         by_step[arrival.step].append(arrival)

@@ -57,9 +57,9 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A value that is read, and replaced by who knows the one before: `read` has the value, or None; `swap(new, expected)` has
-    whether it was made and the value afterwards. Each value is written once, so that it stands for its version. A swap may be refused
-    though nobody was faster: a coordinator that starts again gives values new versions."""
+    """A value that is read, and replaced by a client that knows the one before: `read` has the value, or None; `swap(new, expected)`
+    has whether it was made and the value afterwards. Each value is written once, so that it stands for its version. A swap may be
+    refused though no other client was faster: a coordinator that starts again gives values new versions."""
 
     initial: Hashable = None
 
@@ -161,7 +161,7 @@ def check_key(key: str, operations: Sequence[Operation], model: Model) -> Violat
 
 
 def _that_matter(operations: Sequence[Operation], model: Model) -> list[Operation]:
-    """Without those that were not answered and that nobody has seen anything of."""
+    """Without those that were not answered and of which no client has seen anything."""
     seen: set[Hashable] = set()
     for each in operations:
         seen.update(each.action[2:])  # What it expected to be there.

@@ -1,7 +1,7 @@
 """A job of our own, with faults injected at intervals, watched step by step.
 
 Steps are read from the timestamps that workers leave in shared memory (`strata.agent.trace`), so the recovery time
-runs from the signal to the first step that had never been made before, whoever makes it.
+runs from the signal to the first step that had never been made before, whichever worker makes it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ChaosRun:
         fault = self._random.choice(list(kinds))
         if (
             fault == "agent"
-        ):  # Who is killed before it takes part is missed by nobody: no process starts again after it.
+        ):  # An agent killed before it takes part is not missed by the others: no process starts again after it.
             self._await_all_workers(patience_s)
         step_before, at_s = self.step, time.monotonic()
         victim, heal = self._inflict(fault)
@@ -173,7 +173,7 @@ class ChaosRun:
                 return "the coordinator", _nothing
 
     def _signal_a_worker(self, number: int) -> int:
-        """Whoever it was. One that has ended by itself since it was listed is none."""
+        """The number of its process. One that has ended by itself since it was listed does not count."""
         while True:
             pid = self._random.choice(self._workers())
             with contextlib.suppress(ProcessLookupError):

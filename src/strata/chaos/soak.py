@@ -347,7 +347,7 @@ class Soak:
             self._errors.append(f"{work.__name__.strip('_')}: {type(error).__name__}: {error}")
 
     def _reside(self) -> None:
-        """Workers that are there for the whole time, and are never anybody else."""
+        """Workers that are there for the whole time, and never get another incarnation."""
         workers = [
             TrainingOrchestrator(self._coordinator.address, job_id="residents") for _ in range(RESIDENTS)
         ]
@@ -464,7 +464,7 @@ def _left(before: dict[str, int]) -> dict[str, int]:
 
 @contextmanager
 def _memory_of_our_own(name: str) -> Iterator[Path]:
-    """A folder of shared memory that nobody else uses: what is left in it was left by this run."""
+    """A folder of shared memory that no other run uses: what is left in it was left by this run."""
     folder = Path("/dev/shm") / name
     folder.mkdir(mode=0o700)
     before = os.environ.get("STRATA_MEMORY_ROOT")

@@ -1,4 +1,4 @@
-"""What callers see of a save: the handle, the description of a checkpoint, and the hook for whoever reports on it."""
+"""What callers see of a save: the handle, the description of a checkpoint, and the hook for code that reports on it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class SaveHandle:
         self.future: concurrent.futures.Future[CheckpointInfo] = concurrent.futures.Future()
         self.copied: Callable[[], None] = lambda: None
         self.path = ""
-        """Of the payload in the first store it goes to, where nobody else takes the name meanwhile."""
+        """Of the payload in the first store it goes to, unless another writer takes the name meanwhile."""
         self.tiers: tuple[str, ...] = ()
         """Where it has arrived so far."""
 

@@ -6,7 +6,7 @@ their images as they left them.
 
 What is published is the workers' checkpoint, by the one way there is (`strata.checkpoint.catalog.publish`), under a name that tells
 that the agent wrote it: others do not take its payload for that of a dead writer. Before the manifest is put, the bytes have been
-compared with the digests that were made when they were saved, the mark is still there, so nobody has written over them, and the
+compared with the digests that were made when they were saved, the mark is still there, so no save has written over them, and the
 destination has been asked again whether a newer generation has started.
 
 Where the state is sharded, agents leave small messages for each other at the destination, below `run/finishing/`.
@@ -87,7 +87,7 @@ class UploadRecord:
 
     @classmethod
     def decode(cls, raw: bytes) -> UploadRecord | None:
-        """None for what another version has written, or nobody."""
+        """None for what another version has written, and for what is no record."""
         try:
             body = json.loads(raw)
             if body["schema"] != SCHEMA:
@@ -131,11 +131,11 @@ class Finished:
 
 
 class _GivenUp(Exception):
-    """Workers are back, or nobody waits any longer."""
+    """Workers are back, or the upload is not waited for any longer."""
 
 
 class _Known(Exception):
-    """Somebody else has published it meanwhile, or is about to."""
+    """Another process has published it meanwhile, or is about to."""
 
 
 def images_of(agent: str, *, root: Path | None = None) -> list[Image]:
@@ -500,7 +500,7 @@ def _mapped(image: Image, finisher: Finisher) -> Iterator[_Mapped]:
 
 
 class _Mapped(FilePayload):
-    """An image, read as long as nobody wants it back."""
+    """An image, read as long as no worker wants it back."""
 
     def __init__(self, path: str, tensors: tuple[TensorEntry, ...], finisher: Finisher) -> None:
         super().__init__(path, tensors)

@@ -71,7 +71,7 @@ def _stored(store: Store, entry: Entry) -> Copy:
 
 
 def _in_memory(run: str) -> Iterator[Copy]:
-    """Of this machine. A mark is this user's own, in a folder that nobody else may enter."""
+    """Of this machine. A mark is this user's own, in a folder that no other user may enter."""
     from strata.checkpoint.copying.staging import read_snapshot
     from strata.checkpoint.sharded.plan import Marked
 

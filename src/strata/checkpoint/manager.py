@@ -118,7 +118,7 @@ class Surveyed:
     unreadable: tuple[str, ...]
     """Manifests that are damaged."""
     removed: tuple[CheckpointId, ...]
-    """Checkpoints whose payload somebody has deleted from every store that had them."""
+    """Checkpoints whose payload was deleted from every store that had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,7 +318,7 @@ class _Lane:
 
 
 class _GivenUp(Exception):
-    """Whoever works for a save that was given up stops."""
+    """Stops the work for a save that was given up."""
 
 
 class Pipeline:
@@ -451,7 +451,7 @@ class Pipeline:
             thread.dismiss()
 
     def drain(self) -> None:
-        """At the end of a process that nobody closed this in: wait for the saves under way."""
+        """At the end of a process in which this was not closed: wait for the saves under way."""
         if self._pid == os.getpid():
             with self._changed:
                 self._changed.wait_for(lambda: not self._saves)
@@ -633,7 +633,7 @@ class Pipeline:
             copy.release()
             log.warning("%s did not store what was written; the next tier gets the original", path)
             return
-        save.hashed.result()  # Nobody reads the image any more.
+        save.hashed.result()  # Nothing reads the image any more.
         save.payload.release()
         save.payload, save.holds_image = copy, False
 

@@ -72,7 +72,7 @@ class Adopted(Entry):
     """A file without a manifest, and the manifest it might have."""
 
     is_named: bool
-    """Somebody has asked for just this file. Nobody else takes one that has lost its manifest."""
+    """The caller has asked for just this file. No other load takes one that has lost its manifest."""
 
 
 class Source(Protocol):

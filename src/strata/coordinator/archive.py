@@ -1,12 +1,12 @@
 """What a coordinator gathers beside the journal, kept in object storage too: log lines, output of tasks, metrics of runs.
 
 Every coordinator of a cluster writes one stream of segments for each kind (`core.telemetry.segments`), under a name that belongs to its
-data directory at this place, and takes in the streams of all others: whoever leads next has what was gathered before, and a standby
-shows it meanwhile. Nobody writes to the stream of another, so one that was deposed does no harm by uploading late.
+data directory at this place, and takes in the streams of all others: the one that leads next has what was gathered before, and a
+standby shows it meanwhile. No coordinator writes to the stream of another, so one that was deposed does no harm by uploading late.
 
-What is to be uploaded waits in `archive.sqlite`, so a coordinator that was killed uploads the rest when it is back. Whoever hands
-something over never waits for storage. While storage is away, the coordinator continues, says so once and catches up later; more than
-`OUTBOX_BYTES` is not kept for it, and what is lost that way is counted and said. One thread uploads, takes in and removes what is too
+What is to be uploaded waits in `archive.sqlite`, so a coordinator that was killed uploads the rest when it is back. A caller that
+hands something over never waits for storage. While storage is away, the coordinator continues, says so once and catches up later; more
+than `OUTBOX_BYTES` is not kept for it, and what is lost that way is counted and said. One thread uploads, takes in and removes what is too
 old or too much: by the same limits as on disk.
 
     streams/STREAM              whose it is, and whether that coordinator leads; written again when that changes
@@ -272,7 +272,7 @@ class _Due:
 
 
 class Outbox:
-    """Rows until they are in a sealed segment. Any thread may add to it; nobody waits but for its file."""
+    """Rows until they are in a sealed segment. Any thread may add to it; no thread waits for anything but its file."""
 
     def __init__(self, path: Path, *, limit_bytes: int = OUTBOX_BYTES) -> None:
         self.is_paused: Callable[[], bool] = lambda: False
@@ -629,7 +629,7 @@ class Archive:
                 continue  # It was too old in between.
             except _Newer as error:
                 self._refuse(key, str(error))
-                return  # Whoever is upgraded reads on.
+                return  # A coordinator that is upgraded reads on.
             except (_Unreadable, ValueError, InvalidArgument, msgspec.MsgspecError) as error:
                 is_last = max(_numbers(store, kind, stream), default=0) <= position.number
                 if is_last or self._is_to_be_read_again(key):

@@ -7,7 +7,7 @@ the coordinator had acknowledged when the backup began is in it. What tasks wrot
 
 `restore` verifies every file before the directory gets its name, and never writes to one that is in use or has anything in it. A
 coordinator that starts from an older state must not give out a number again that was given out after the backup: the restored
-journal continues far beyond all of them, so whoever holds a newer incarnation, generation or version is refused and registers anew.
+journal continues far beyond all of them, so a client that holds a newer incarnation, generation or version is refused and registers anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A SQLite file that nothing depends on, and the one thread that writes to it.
 
-Whoever has something hands it over and continues; the thread takes all that waits, writes it together, and makes space once in a
+A caller hands over what it has and continues; the thread takes all that waits, writes it together, and makes space once in a
 while. A file that cannot be read is put aside and a new one started; that it cannot be written to is logged once.
 """
 
@@ -21,7 +21,7 @@ TIDY_EVERY_S = 1.0
 
 
 class DatabaseWriter(ABC):
-    """What waits for the thread belongs to whoever inherits this, and is guarded by `_changed`."""
+    """What waits for the thread belongs to the class that inherits from this, and is guarded by `_changed`."""
 
     def __init__(
         self, path: Path, schema: str, *, what: str, gather_s: float, patience_s: float, outage: OutageLog
@@ -64,7 +64,7 @@ class DatabaseWriter(ABC):
 
     @abstractmethod
     def _collect(self) -> Callable[[], None]:
-        """Take what waits, while nobody else may touch it; what is returned writes it."""
+        """Take what waits, while no other thread may touch it; what is returned writes it."""
 
     @abstractmethod
     def _make_space(self) -> None: ...

@@ -4,7 +4,7 @@ Nothing else in the coordinator changes the cluster: hard state through `submit`
 
 Commands wait in one bounded queue. A batch is decided and applied (`Cluster.handle`), journaled with a single commit,
 and only after that are its callers answered and its listeners notified. While a commit is under way `settled` holds
-readers back, so nobody ever sees an event that a crash could take back. A failed commit ends the process: the journal is
+readers back, so no reader ever sees an event that a crash could take back. A failed commit ends the process: the journal is
 the truth, and a restart replays it. Observations (`Cluster.observe`) count at once and are journaled nowhere.
 
 On a full disk (`journal.space`) commands that would need space are refused with `StorageFull`, arrivals at barriers wait, and
@@ -167,8 +167,8 @@ class Engine:
         self.require_leading: Callable[[], None] = lambda: None
         """Raises what commands are refused with while another coordinator leads."""
         self.confirmed: Callable[[], Awaitable[None]] | None = None
-        """Among several coordinators: returns when nobody else can have led up to now, or raises what to answer instead. What is answered
-        without being written (refusals, swaps that were too late) rests on it."""
+        """Among several coordinators: returns when no other coordinator can have led up to now, or raises what to answer instead. What is
+        answered without being written (refusals, swaps that were too late) rests on it."""
         self.on_plan: Callable[[float], None] = lambda seconds: None
         self.on_events: Callable[[int], None] = lambda count: None
         """Called with how many a batch had, soft ones among them."""
@@ -313,7 +313,7 @@ class Engine:
             batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             if self._queue:
                 self._wake.set()
-            # Whoever stops has closed every connection itself: that is no reason to fail anybody.
+            # A coordinator that stops has closed every connection itself: that is no reason to fail a worker.
             tick = not self._stopping and time.monotonic() >= next_tick_s
             if tick and self.space.is_closed:  # What time would bring about could not be recorded.
                 tick, next_tick_s = False, time.monotonic() + TICK_S
@@ -485,7 +485,7 @@ class Engine:
             await compaction
 
     async def _beside(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """In the journal's thread, between commits, while nobody waits for it."""
+        """In the journal's thread, between commits, while no caller waits for it."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
     async def _snapshot(self) -> None:

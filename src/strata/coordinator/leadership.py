@@ -1,7 +1,7 @@
 """The shell around `core.leadership`: whether this coordinator leads, and what it does until then and after.
 
 Alone (a journal in SQLite) it always leads. Among several (a journal in etcd) it is a **standby** first: it follows the log by a
-watch, applies what the leader appended and serves reading. When nobody leads it campaigns; once elected it reads what it has not
+watch, applies what the leader appended and serves reading. When no coordinator leads it campaigns; once elected it reads what it has not
 seen, and only then answers as the leader. One that loses its lease, or whose append is refused, answers nothing more and starts
 again from the log (`Deposed`, which `server.serve` knows).
 
@@ -46,7 +46,7 @@ POLL_S = 0.005
 
 
 class Standby(Unavailable):
-    """This coordinator does not lead. The command changed nothing; whoever leads takes it."""
+    """This coordinator does not lead. The command changed nothing; the one that leads takes it."""
 
     code = "standby"
 
@@ -69,7 +69,7 @@ class Standing(Protocol):
 
     @property
     def leader(self) -> Leader | None:
-        """Who leads, where that is known and somebody else."""
+        """The coordinator that leads, where that is known and another one."""
         ...
 
     @property
@@ -79,17 +79,17 @@ class Standing(Protocol):
 
     @property
     def term(self) -> int:
-        """Of whoever leads, as far as is known; 0 where there is only one."""
+        """Of the coordinator that leads, as far as is known; 0 where there is only one."""
         ...
 
     @property
     def elections_total(self) -> int:
-        """How often somebody began to lead while this coordinator looked on."""
+        """How often a coordinator began to lead while this one looked on."""
         ...
 
     @property
     def position(self) -> int:
-        """How far the history goes that is applied here; 0 where nobody counts."""
+        """How far the history goes that is applied here; 0 where that is not counted."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Standing(Protocol):
         ...
 
     async def confirmed(self) -> None:
-        """Returns when nobody else can have led up to now. Raises `Standby`."""
+        """Returns when no other coordinator can have led up to now. Raises `Standby`."""
         ...
 
     async def caught_up(self) -> None:
@@ -129,7 +129,7 @@ class Alone:
 
 
 def boot_time_s() -> float:
-    """A clock that nobody sets and that runs while the machine sleeps."""
+    """A clock that cannot be set and that runs while the machine sleeps."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(clock) if clock is not None else time.monotonic()
 
@@ -247,11 +247,11 @@ class Election:
         )
 
     async def leading(self, work: asyncio.Task[None]) -> None:
-        """Until the work ends or somebody else may lead, which raises `Deposed`."""
+        """Until the work ends or another coordinator may lead, which raises `Deposed`."""
         await self._or_deposed(work)
 
     def close(self) -> None:
-        """Ends the threads. A leader gives its lease back: whoever comes next need not wait for its end."""
+        """Ends the threads. A leader gives its lease back: the next leader need not wait for its end."""
         self._closing.set()
         self._poke.set()
         self._journal.log.client.abort()
@@ -268,7 +268,7 @@ class Election:
             log.info("the lease could not be released and will expire: %s", error)
         self._lease_log.close()
         if self._deposed is not None and self._deposed.done():
-            self._deposed.exception()  # Somebody knows of it by now.
+            self._deposed.exception()  # It is known by now.
 
     async def _or_deposed(self, work: Awaitable[object]) -> None:
         assert self._deposed is not None
@@ -413,7 +413,7 @@ class Election:
             self._poke.set()
 
     def _note_term(self, term: int, *, is_own: bool = False) -> None:
-        """The first that is seen of somebody else began before this coordinator looked."""
+        """The first that is seen of another coordinator began before this one looked."""
         if term > self._last_term:
             self.elections_total += bool(self._last_term) or is_own
             self._last_term = term

@@ -21,10 +21,10 @@ CLIENTS_REMEMBERED = 10_000
 class Quotas:
     def __init__(self) -> None:
         self._budgets: dict[str, tuple[Pace, Pace]] = {}
-        """Events and bytes of whoever has written something lately, in the order of their last write."""
+        """Events and bytes of the clients that have written something lately, in the order of their last write."""
 
     def check(self, client: str, now_s: float) -> None:
-        """Refuse whoever has used its budget up."""
+        """Refuse a client that has used its budget up."""
         budget = self._budgets.get(client)
         if budget is None:
             return
@@ -54,11 +54,11 @@ class Quotas:
 
 
 CALLS_PER_S, CALLS_AT_ONCE = 2_000.0, 1_000.0
-"""Of one connection: as many as a session may send messages, and more than anybody makes who waits for the answers."""
+"""Of one connection: as many as a session may send messages, and more than any client makes that waits for the answers."""
 
 
 class CallQuotas:
-    """Unary calls of a connection beyond its share wait their turn: a client that floods is slowed down, and nobody else by it."""
+    """Unary calls of a connection beyond its share wait their turn: a client that floods is slowed down, and no other by it."""
 
     def __init__(self) -> None:
         self._paces: dict[str, Pace] = {}

@@ -116,7 +116,7 @@ class Runtime:
         cluster, clock = Cluster(limits), SystemClock()
         engine = Engine(cluster, journal, clock)
         metrics, feed = CoordinatorMetrics(), Feed(boot_id=secrets.token_hex(4))
-        # Verifying takes long: it does not take the places of what somebody waits for.
+        # Verifying takes long: it does not take the places of work that a caller waits for.
         watch = Watch(engine, metrics, logs, feed.publish, lambda: fleet_metrics(cluster, metrics))
         quick, slow = InspectionProcesses(), InspectionProcesses(variables=VERIFYING_VARIABLES)
         runtime = cls(
@@ -160,7 +160,7 @@ class Runtime:
         return runtime
 
     def _notify(self, events: Sequence[Event]) -> None:
-        """Several coordinators see the same events: whoever leads says so, once."""
+        """Several coordinators see the same events: the one that leads says so, once."""
         if self.standing.role == "leader":
             self.notifier.committed(events)
 
@@ -170,7 +170,7 @@ class Runtime:
         return task is not None and task.status not in ENDED
 
     def end_readers(self) -> None:
-        """Nobody waits for files any more."""
+        """No caller waits for files any more."""
         for processes in self._readers:
             processes.close()
 

@@ -113,7 +113,7 @@ class Server:
         notify: NotifySettings | None = None,
         private: Sequence[Path] = (),
     ) -> None:
-        """`private`: further files that are read for nobody, such as the configuration."""
+        """`private`: further files that are read for no caller, such as the configuration."""
         notify = notify or NotifySettings()
         self._settings = settings
         if settings.archive:
@@ -266,7 +266,7 @@ class Server:
 
     async def stop(self) -> None:
         """Say goodbye to everyone, write a snapshot, leave nothing behind."""
-        self.runtime.engine.stop()  # First, so that nobody is failed for a connection that we close.
+        self.runtime.engine.stop()  # First, so that no worker is failed for a connection that we close.
         self.runtime.sessions.end_all("the coordinator is stopping")
         self.runtime.agents.end_all()
         if self._grpc is not None:
@@ -377,7 +377,7 @@ class Server:
         if self._settings.launcher != "local" or not isinstance(journal, EtcdJournal):
             return
         while True:
-            try:  # One that is behind might take a run for one that nobody wants.
+            try:  # One that is behind might take a run for one that is not wanted.
                 await self.runtime.standing.caught_up()
                 break
             except Unavailable:
@@ -400,10 +400,10 @@ class Server:
             try:
                 await runner.run()
             finally:
-                self._attends_no_more.set()  # Not waited for: whoever is elected leads at once.
+                self._attends_no_more.set()  # Not waited for: once elected it leads at once.
 
     def _say_that_attends(self, journal: EtcdJournal) -> None:
-        """In a thread, until `_attends_no_more`: the leader then says that nobody looks after what runs on this machine."""
+        """In a thread, until `_attends_no_more`: the leader then says that no coordinator looks after what runs on this machine."""
         etcd, lease = EtcdLog(journal.location, timeout_s=2.0), ""
         place = launching_place(self._settings)
         try:
@@ -590,7 +590,7 @@ async def serve(
                 return
             except Deposed as deposed:
                 log.warning("%s", deposed)
-                # Whoever knows this coordinator finds it where it was.
+                # Clients that know this coordinator find it where it was.
                 settings = replace(
                     settings,
                     grpc_port=server.grpc_port,
@@ -862,7 +862,7 @@ class _Certificates:
 
 def _access_rules(settings: CoordinatorSettings) -> AccessRules:
     hosts = frozenset(settings.allowed_hosts)
-    if is_loopback(settings.host) or hosts:  # On other addresses, names that nobody has listed are not known.
+    if is_loopback(settings.host) or hosts:  # On other addresses, names that are not listed are not known.
         hosts |= LOOPBACK_NAMES | {settings.host.strip("[]")}
     return AccessRules(
         secrets=settings.secrets,

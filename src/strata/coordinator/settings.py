@@ -361,7 +361,7 @@ class CoordinatorSettings:
 
     @property
     def private_files(self) -> tuple[Path, ...]:
-        """The coordinator's own, which it reads for nobody."""
+        """The coordinator's own, which it reads for no caller."""
         keys = [key for key in (self.tls_key, self.task_tls_key, self.etcd_key) if key is not None]
         folder = self.archive.removeprefix("file://")
         folders = [Path(folder).expanduser()] if folder and "://" not in folder else []

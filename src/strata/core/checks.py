@@ -38,7 +38,7 @@ USUAL_METRICS = frozenset(
         "waiting_total_s",
     }
 )
-"""Names of metrics that every heartbeat may carry: known to be fine, so nobody looks at their letters."""
+"""Names of metrics that every heartbeat may carry: known to be fine, so their letters are not looked at."""
 PERCENT_LIMIT = 1e6  # of one core, so that thousands of cores fit
 SHARDS_LIMIT = 1_000_000  # a plan of so many is still made in well under a second
 FILES_LIMIT = 100_000

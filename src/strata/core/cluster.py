@@ -347,7 +347,7 @@ class Cluster:
             _each(fact, self.incidents.decide_quarantined(quarantined, now))
 
     def _examine(self, command: ReportHealth, now: Instant, fact: Callable[[Event], None]) -> Accepted:
-        """A machine that is not fit to train is out of use until somebody has looked at it."""
+        """A machine that is not fit to train is out of use until an operator has looked at it."""
         examined = self.health.decide_report(command, now)
         fact(examined)
         unfit = why_unfit(examined)

@@ -88,10 +88,10 @@ class ShardsMoved:
     job_id: JobId
     dataset_id: DatasetId
     epoch: int
-    base_epoch: int  # the epoch whose plan this one starts from; -1: from nobody owning anything
+    base_epoch: int  # the epoch whose plan this one starts from; -1: from no worker owning anything
     version: int
     workers: tuple[str, ...]
-    moved: Mapping[str, list[int]]  # shard ids by the name of their new owner; '' is nobody
+    moved: Mapping[str, list[int]]  # shard ids by the name of their new owner; '' is no worker
     reason: str
     at_s: float
 
@@ -220,7 +220,7 @@ class TaskChanged:
     reason: str
     at_s: float
     attempt: int = 0  # the latest one; 0 while there was none
-    failures: int = 0  # attempts that failed since somebody last asked for the task to run
+    failures: int = 0  # attempts that failed since a user last asked for the task to run
     stopping: bool = False  # asked to stop; its processes are on their way out
     cause: ExitCause | None = None  # of the latest attempt that failed
     where: str = ""  # the one coordinator whose launcher can see the latest attempt; empty: any can
@@ -250,7 +250,7 @@ class RecoveryRecorded:
     world_after: int
     reason: str
     at_s: float
-    survived: int = 0  # processes that were there before and after; 0: all are new, or nobody has said
+    survived: int = 0  # processes that were there before and after; 0: all are new, or it is not known
     lost: tuple[WorkerId, ...] = ()
     joined: tuple[
         WorkerId, ...
@@ -380,7 +380,7 @@ class HostExamined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsForgotten:
-    """What nobody can use any more, and is old enough."""
+    """What can no longer be used, and is old enough."""
 
     tasks: tuple[TaskId, ...]
     checkpoints: tuple[CheckpointId, ...]
@@ -400,7 +400,7 @@ class ValueSwapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRefreshed:
-    """Soft: a value that whoever wrote it can write again. Its version is within those that are reserved."""
+    """Soft: a value that its writer can write again. Its version is within those that are reserved."""
 
     key: str
     body: bytes

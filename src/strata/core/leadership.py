@@ -1,7 +1,7 @@
 """Which of several coordinators leads, what it may append, and when it must stop: one history, written by one leader at a time.
 
 The history is a log of numbered records in a store that all coordinators share (etcd). A **term** is the revision at which a
-coordinator created the leader's key; the key hangs on a lease, so that it goes away with whoever does not renew it. Every record
+coordinator created the leader's key; the key hangs on a lease, so that it goes away with a leader that does not renew it. Every record
 is written on two conditions, checked by the store in one step with the write: the leader's key is still the one of this term, and
 nothing is at this position yet. Hence:
 
@@ -9,8 +9,8 @@ nothing is at this position yet. Hence:
 * a record that was sent twice, or whose answer was lost, is there once;
 * positions have no gaps, and the terms along them never decrease.
 
-A batch of events is one record, or several parts where it is large; it exists when all of its parts do. Parts that nobody
-completed are followed by a record of another batch, and count for nothing.
+A batch of events is one record, or several parts where it is large; it exists when all of its parts do. Parts that were
+never completed are followed by a record of another batch, and count for nothing.
 
 What is answered without an append (reading, refusals) rests on the lease: it counts by this coordinator's own clock from when
 the renewal was *sent*, less a margin for clocks that run unequally. Beyond it a leader waits for a renewal (**suspended**), and
@@ -27,8 +27,8 @@ Role = Literal["standby", "leader", "deposed"]
 CLOCK_MARGIN = 0.05
 """By so much of its length a lease counts as over before it is: clocks do not run equally fast."""
 PATIENCE_LEASES = 2.0
-"""So many lengths of its lease a leader waits suspended before it steps down: while the store elects a leader of its own nobody
-can renew, and nobody can take over."""
+"""So many lengths of its lease a leader waits suspended before it steps down: while the store elects a leader of its own
+no coordinator can renew, and none can take over."""
 RENEWALS_PER_LEASE = 4.0
 
 
@@ -55,7 +55,7 @@ class Record:
     body: bytes
 
     def is_same(self, other: Record | None) -> bool:
-        """Whether it is this one that was written, and not somebody else's."""
+        """Whether it is this one that was written, and not another one."""
         return other is not None and self.identity == other.identity
 
     @property
@@ -91,7 +91,7 @@ class Tail:
             raise ValueError(f"record {record.position} is of term {record.term}, after term {self.term}")
         self.position, self.term = record.position, record.term
         if self._parts and not _continues(self._parts[-1], record):
-            self._parts = []  # Nobody completed them.
+            self._parts = []  # They were never completed.
         if record.part != len(self._parts):
             raise ValueError(
                 f"record {record.position} is part {record.part} of a batch that has no beginning"
@@ -184,14 +184,14 @@ Instruction = Campaign | Renew | StepDown
 
 
 class Leadership:
-    """One coordinator's view of who leads. `deposed` is final: whoever was leads again only after starting anew, from the log."""
+    """One coordinator's view of who leads. `deposed` is final: one that was leads again only after starting anew, from the log."""
 
     def __init__(self, *, lease_s: float) -> None:
         self.lease_s = lease_s
         self.role: Role = "standby"
         self.term = 0
         self.leader: Leader | None = None
-        """As last seen; whoever leads sees itself."""
+        """As last seen; a leader sees itself."""
         self._seen_revision = 0
         self._seen_s = 0.0
         self._renewed_s = 0.0
@@ -220,7 +220,7 @@ class Leadership:
         self._next_renewal_s = sent_s + self.lease_s / RENEWALS_PER_LEASE
 
     def not_won(self, leader: Leader | None, *, revision: int, now_s: float) -> None:
-        """Somebody else was faster, or nobody answered."""
+        """Another coordinator was faster, or the store did not answer."""
         self._is_campaigning = False
         if revision:
             self.leader_seen(leader, revision=revision, now_s=now_s)
@@ -230,7 +230,7 @@ class Leadership:
             self._renewed_s = max(self._renewed_s, sent_s)
 
     def resign(self) -> None:
-        """The lease is over, or an append was refused: somebody else may lead. Or a standby has missed what cannot be read any more."""
+        """The lease is over, or an append was refused: another one may lead. Or a standby has missed what cannot be read any more."""
         self.role, self.leader = "deposed", None
 
     # What follows
@@ -241,7 +241,7 @@ class Leadership:
         return self.lease_s * (1 + PATIENCE_LEASES)
 
     def may_answer(self, now_s: float) -> bool:
-        """Whether nobody else can have led up to now: what is read here is the newest there is."""
+        """Whether no other coordinator can have led up to now: what is read here is the newest there is."""
         return self.role == "leader" and now_s < self._renewed_s + self.lease_s * (1 - CLOCK_MARGIN)
 
     def tick(self, now_s: float) -> list[Instruction]:
@@ -249,7 +249,7 @@ class Leadership:
         match self.role:
             case "standby":
                 if now_s - self._seen_s >= self.patience_s:
-                    self.leader = None  # Nobody knows whether it still leads: the store does not answer.
+                    self.leader = None  # It is not known whether it still leads: the store does not answer.
                 if self.leader is None and not self._is_campaigning:
                     self._is_campaigning = True
                     return [Campaign()]

@@ -268,7 +268,7 @@ class NotifyCheckpoint:
     metadata: Mapping[str, str]
     run_id: str = ""
     run_generation: int = 0
-    """Of the run, and of whoever says so; `generation` is that of the coordinator's members."""
+    """Of the run, and of the caller that says so; `generation` is that of the coordinator's members."""
     saved_generation: int | None = None
     """The run's generation that saved it, where that was an earlier one than the one that says so."""
     succeeded_by: str = ""
@@ -345,7 +345,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteWhereabouts:
-    """Who looks after a running attempt now, or that nobody can for the moment."""
+    """Who looks after a running attempt now, or that no coordinator can for the moment."""
 
     task_id: TaskId
     attempt: int
@@ -392,7 +392,7 @@ class ReportFailure:
     job_id: JobId | None
     """Whose they are; None: of the job that has registered them, else the launch's."""
     decision: Literal["restart", "stop", "continue"]
-    """To continue is what becomes of workers that hang and that nobody ends."""
+    """To continue is what becomes of workers that hang and are not ended."""
     reason: str
     quarantine: bool = False
     """The policy of the run takes the machine out of use, if it was a device of it that failed."""
@@ -561,7 +561,7 @@ class Heartbeat:
 
 
 class FoldedBeat(NamedTuple):
-    """One worker of a folded heartbeat. Without a report it has nothing new to say; one is read when somebody looks at it."""
+    """One worker of a folded heartbeat. Without a report it has nothing new to say; one is read when it is looked at."""
 
     worker_id: WorkerId
     incarnation: int
@@ -734,7 +734,7 @@ Reply = Registered | DatasetAccepted | BarrierTicket | BarrierTickets | Swapped 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What follows from a command: facts to make durable, and an answer for whoever asked."""
+    """What follows from a command: facts to make durable, and an answer for the caller."""
 
     events: tuple[Event, ...] = ()
     reply: Reply = Accepted(reason="nothing to do")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 8.0
-"""Of whoever asks a destination again that does not answer."""
+"""Of a caller that asks a destination again that does not answer."""
 
 
 def pause_after_s(failures: int, *, first_s: float, longest_s: float) -> float:
@@ -17,7 +17,7 @@ def pause_after_s(failures: int, *, first_s: float, longest_s: float) -> float:
 
 
 class Pace:
-    """A rate that is kept: whoever is ahead of it waits. What was left unused counts for a burst of so many seconds' worth, and for
+    """A rate that is kept: a caller that is ahead of it waits. What was left unused counts for a burst of so many seconds' worth, and for
     what comes in one piece after a silence that is as long as it is worth."""
 
     __slots__ = ("_burst_s", "_due_s")

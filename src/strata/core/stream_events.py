@@ -89,7 +89,7 @@ _FORMS: dict[type[Any], _Form] = {
             "gpu": _Field(str, lambda event: event.first.gpu if event.first else ""),
         },
     ),
-    # With what the API shows of them, so that nobody needs to ask.
+    # With what the API shows of them, so that no client needs to ask.
     RecoveryRecorded: _Form(with_={"who_survived": _Field(str, who_survived)}),
     TaskProgressed: _Form(
         with_={

@@ -112,7 +112,7 @@ class ExitCause:
     """False where another attempt must end the same way, such as a configuration that is refused."""
 
 
-# What a heartbeat says is not frozen, though nobody changes it: freezing was a quarter of the cost of taking one in.
+# What a heartbeat says is not frozen, though no code changes it: freezing was a quarter of the cost of taking one in.
 @dataclass(slots=True, kw_only=True)
 class Gpu:
     index: int

@@ -3,7 +3,7 @@
 Each field becomes `{"kind": …, "role": …, …}`: numbers and short text as they are, long ones cut with their full
 length given, images as a data URL while they are small, anything binary by its size. Sizes are bounded by
 construction, not by hope: no sample, however large or deep, gives a large answer. Text stays text: it is never
-markup, and whoever shows it must not make it so.
+markup, and the code that shows it must not make it so.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ GROUP = "strata.health_checks"
 LIMIT_S = 3.0
 """For all checks together, from when the devices are open."""
 HANG_S = 15.0
-"""A device, or somebody else's check, that has not answered after so long does not."""
+"""A device, or a third party's check, that has not answered after so long does not."""
 START_LIMIT_S = 120.0
 """For a process that has to import torch and open them; several GPUs take seconds."""
 MEASURE_S = 0.15
@@ -311,7 +311,7 @@ def check_gpus(found: Findings) -> None:
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.device_count():
         if os.environ.get("CUDA_VISIBLE_DEVICES", None) == "":
-            return  # Nobody is to see one.
+            return  # None is to be visible.
         raise Unfit("a driver is present, but torch sees no GPU")
     found.measured["gpus"] = float(cuda.device_count())
     errors: dict[int, str] = {}

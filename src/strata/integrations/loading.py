@@ -171,7 +171,7 @@ class TrainerLoader:
         return [self._given.popleft() for _ in range(count)]
 
     def _settle(self) -> None:
-        """Nobody says what was trained: all that was handed out."""
+        """No job says what was trained: all that was handed out counts."""
         assert self._loader is not None
         while self._given:
             self._loader.commit(self._given.popleft())

@@ -4,7 +4,7 @@
 
 Every flag the user gives wins; see `arguments` for what holds without. Workers are forked with torch in place
 (`strata.agent.warm`): the server that forks them imports torch at the same time as the agent does, so the first start
-is not delayed. When the agent is done both leave at once: Python takes seconds to take torch apart, while somebody waits
+is not delayed. When the agent is done both leave at once: Python takes seconds to take torch apart, while the user waits
 for the end. A run that fails ends with the script's own traceback and its exit status.
 """
 

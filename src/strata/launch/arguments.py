@@ -294,7 +294,7 @@ def _report_failure(failed: Any) -> int:
         print(f"strata torchrun: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
     else:
         print(f"strata torchrun: rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
-    # Whoever keeps a run has it already.
+    # The supervisor of a run has it already.
     if error is not None and error.traceback and SUPERVISOR_VARIABLE not in os.environ:
         print(error.traceback, end="", file=sys.stderr)
     return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)

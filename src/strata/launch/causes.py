@@ -24,7 +24,7 @@ USAGE_STATUS = 2
 """A program that ends with it does not accept how it was called: the same call will not do better."""
 TICK_S = 1.0
 OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM")
-"""Sent by somebody else: they say nothing about what the program will do next time."""
+"""Sent from outside: they say nothing about what the program will do next time."""
 
 
 _AGENT_LINE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")

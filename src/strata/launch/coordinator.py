@@ -1,4 +1,4 @@
-"""A coordinator in a process of its own, for whoever needs one for a while: demonstrations, chaos runs, benchmarks."""
+"""A coordinator in a process of its own, for callers that need one for a while: demonstrations, chaos runs, benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task's processes inherit of the environment of whoever starts them: what programs need, and no secrets.
+"""What a task's processes inherit of the environment of the process that starts them: what programs need, and no secrets.
 
 A coordinator's environment holds its own token, and often credentials of its operator. Only the variables named here reach a
 task, and those that the operator names (`task_environment`): names, or beginnings of names that end with `*`.

@@ -1,7 +1,7 @@
 """Tasks on this machine: one torchrun agent for each run, kept by a process that outlives the coordinator.
 
 Everything about a run is in its folder (see `strata.launch.supervisor`), so that a new coordinator takes it up where the old
-one was killed: a run whose supervisor lives is watched on, one that has ended is reported, one that nobody wants is ended. Output
+one was killed: a run whose supervisor lives is watched on, one that has ended is reported, one that is no longer wanted is ended. Output
 resumes at a position a few seconds before the last that was reported, so some lines are reported twice and none is lost.
 """
 
@@ -131,7 +131,7 @@ class LocalLauncher:
             run_id=plan.run_id,
             arguments=["-m", "strata.launch.entry", *plan.arguments],
             nproc=plan.worker_count,
-            # The agent needs nobody to meet: training continues, and starts its workers again, without a coordinator.
+            # The agent has no others to meet: training continues, and starts its workers again, without a coordinator.
             rdzv_backend="strata",
             rdzv_endpoint="",
             max_restarts=plan.max_restarts,

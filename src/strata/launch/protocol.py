@@ -154,7 +154,7 @@ class Launcher(Protocol):
     async def adopt(self, plans: Sequence[LaunchPlan]) -> None:
         """Once, before anything else: take the runs of an earlier coordinator up again.
 
-        Afterwards each of `plans` is watched, or its `Exited` or `Lost` is reported. Runs that nobody wants are ended.
+        Afterwards each of `plans` is watched, or its `Exited` or `Lost` is reported. Runs that are not among them are ended.
         """
         ...
 

@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """By key of config: the environment variable in which the program finds a value that nobody else may see."""
+        """By key of config: the environment variable in which the program finds a value that only it may see."""
         return {
             key: about.get("variable", key.upper())
             for key, about in self.schema.get("properties", {}).items()
@@ -135,7 +135,7 @@ class Recipe:
         return {**self.schema, "properties": shown} if self.secrets else self.schema
 
     def gpus_for(self, config: Mapping[str, Any], *, worker_count: int, gpus: int) -> int:
-        """How many each worker gets when nobody asks, on machines that have so many altogether."""
+        """How many each worker gets when no number is requested, on machines that have so many altogether."""
         if self.gpus_per_worker is not None:
             return self.gpus_per_worker
         return 1 if config.get("device") != "cpu" and gpus >= worker_count else 0

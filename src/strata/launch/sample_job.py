@@ -26,7 +26,7 @@ class SampleJob:
     folder: Path
     name: str
     workers: int = 2
-    """Worker processes altogether, over all agents, when nobody is missing."""
+    """Worker processes altogether, over all agents, when none is missing."""
     agents: int = 1
     min_agents: int = 1
     """With fewer the workers refuse to train."""

@@ -134,7 +134,7 @@ class Supervisor:
             else:
                 await self._read(reader, header["stream"], header["rank"])
         except (ValueError, KeyError, TypeError, OSError):
-            pass  # Nobody of ours.
+            pass  # Not one of our workers.
         finally:
             writer.close()
 

@@ -42,7 +42,7 @@ class TorchrunSpec:
     max_nodes: int = 1
     rdzv_backend: str = "strata"
     rdzv_endpoint: str = "127.0.0.1:50051"
-    """Empty, with the back end `strata`: this machine alone, which needs nobody to meet."""
+    """Empty, with the back end `strata`: this machine alone, which has no others to meet."""
     rdzv_conf: Mapping[str, object] = field(default_factory=dict)
     local_addr: str | None = LOOPBACK
     """Where other agents reach this one. None: the name of the machine it runs on."""

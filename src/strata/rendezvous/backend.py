@@ -4,7 +4,7 @@ Five things that torch's own back ends leave to luck are settled here:
 
 * **Clocks.** Torch compares heartbeat times across machines, so a clock three seconds off would kill a node. Here a
   heartbeat is a counter, and each agent goes by its own clock: a node is alive as long as its counter keeps moving.
-* **Outages.** After the server was out of reach everyone's heartbeat is old. Nobody is declared dead for that: every
+* **Outages.** After the server was out of reach every heartbeat is old. No node is declared dead for that: every
   node gets a full keep-alive window from the first reading after the gap.
 * **Lost memory.** A server that comes back empty is sent the state again by the first member that notices, before a
   newcomer can take the empty place for a new run. A write that moves nothing but heartbeat counters is soft: the server
@@ -66,7 +66,7 @@ class CasRendezvousBackend(RendezvousBackend):
         self._handed: dict[Node, datetime] = {}  # The same timestamps as torch received them.
         self._last_read_s: float | None = None
         self._was_away = False
-        """The server has not answered since it was last read: nobody's keep-alives could be seen meanwhile."""
+        """The server has not answered since it was last read: no node's keep-alives could be seen meanwhile."""
         self._incarnation = ""
         self._entered = False
         self._stale_token: Token | None = None
@@ -92,12 +92,12 @@ class CasRendezvousBackend(RendezvousBackend):
 
     @property
     def known(self) -> SharedState | None:
-        """What the server held when this node last read it: the same for everybody, whoever seems silent."""
+        """What the server held when this node last read it: the same for every node, whichever seem silent."""
         return self._known
 
     @property
     def has_news(self) -> bool:
-        """Whether the state has changed, or somebody was lost or came back, since it was read."""
+        """Whether the state has changed, or a node was lost or came back, since it was read."""
         return self.presence.has_changed(self._token) or self.presence.lost != self._lost_at.keys()
 
     def is_lost(self, node: Node) -> bool:

@@ -37,7 +37,7 @@ class CasClient(Protocol):
     ) -> tuple[bool, bytes | None, Token | None]:
         """Write if the key still has `expected_token` (None: is still absent). Returns whether it was written, and
         the value and token that are stored now. A `soft` value need not survive a restart of the server, which may
-        then show the one before it, under a token that nobody has seen."""
+        then show the one before it, under a token that no client has seen."""
         ...
 
 

@@ -174,8 +174,8 @@ class CasRendezvousHandler(DynamicHandler):
             self.on_stand_by()
 
     def shorten_last_call(self, state: State) -> None:
-        """A round that follows this node's last one waits for nobody else once all who are left of that one have joined, and all
-        who had waited or stood by. A first round does: machines start seconds apart."""
+        """A round that follows this node's last one waits for no other node once all that are left of that one have joined, and all
+        that had waited or stood by. A first round does: machines start seconds apart."""
         if not self._members or state.complete or state.deadline is None or state.wait_list:
             return
         if any(not self.backend.is_lost(node) for node in state.redundancy_list):

@@ -1,4 +1,4 @@
-"""The `strata` rendezvous on one machine: an agent that needs nobody else to start, and nothing that runs beside it.
+"""The `strata` rendezvous on one machine: an agent that needs no other to start, and nothing that runs beside it.
 
 `--rdzv-backend=strata` without an endpoint. Every round gets a store of its own, which the agent holds (`worker_store`). It
 listens on the loopback address alone, unless the user names another with `--master-addr`.
@@ -88,7 +88,7 @@ def create_local_handler(params: RendezvousParameters) -> LocalRendezvous:
     for name, value in TORCHRUN_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     announce_round_stores(params.run_id)
-    # Agents that meet somewhere are one launch if they have one id. This one meets nobody, whoever has its id as well.
+    # Agents that meet somewhere are one launch if they have one id. This one meets no other, even one with the same id.
     os.environ[LAUNCH_VARIABLE] = f"{params.run_id}:{uuid.uuid4().hex}"
     warm_up(params.run_id)
     return LocalRendezvous(

@@ -1,6 +1,6 @@
 """What an agent knows of the others beyond the shared state: who is lost, and whether the state has changed.
 
-`Presence` is what a server may offer beside compare-and-swap. Where it does not, `KeepAlivesAlone` stands in: nobody is known to be
+`Presence` is what a server may offer beside compare-and-swap. Where it does not, `KeepAlivesAlone` stands in: no node is known to be
 lost before its keep-alives have been missing for the whole window, and changes are found by polling.
 """
 
@@ -35,7 +35,7 @@ class Presence(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave in good order: nobody takes this node for lost."""
+        """Leave in good order: no other node takes this one for lost."""
         ...
 
 

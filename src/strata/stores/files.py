@@ -2,7 +2,7 @@
 
 A value is written to a nameless place under `.strata/tmp`, and given its name by one rename, or one link where
 the key must be absent: readers see all of it or nothing. A temporary file is locked while its writer lives, so
-whoever opens the store next can distinguish temporary files of dead writers from work in progress, also across containers,
+the next process to open the store can distinguish temporary files of dead writers from work in progress, also across containers,
 and removes them. A durable store flushes the file before it gets its name, and then every directory on the way
 to it.
 
@@ -108,7 +108,7 @@ class FileStore:
             self._check_range(key, offset, offset + len(view), size_bytes)
             try:
                 read_into(fd, view, offset, direct=self.direct)
-            except EOFError:  # Somebody else cut the file short after it was opened.
+            except EOFError:  # Another process cut the file short after it was opened.
                 self._check_range(key, offset, offset + len(view), os.fstat(fd).st_size)
                 raise
 

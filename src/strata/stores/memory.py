@@ -2,8 +2,8 @@
 
 They are below the root of all memory (STRATA_MEMORY_ROOT, else /dev/shm), in the folder of their job, for this user alone
 (`strata.shared_memory`). A worker that is killed and started again opens the same name and finds what was there. `release`
-removes them when their job ends, as does whoever forgets the job; those whose owners have all ended go after a grace, when
-anybody opens memory of any job. A limit in bytes counts all of them, unfinished writes included, over all processes;
+removes them when their job ends, as does a process that forgets the job; those whose owners have all ended go after a grace,
+when any process opens memory of any job. A limit in bytes counts all of them, unfinished writes included, over all processes;
 replacing a value needs space for both until the old one is freed.
 
 An owner in another PID namespace (a container sharing /dev/shm) cannot be judged from here and counts as alive.
@@ -79,7 +79,7 @@ class MemoryStore(FileStore):
         return f"memory://{self.job}"
 
     def release(self) -> None:
-        """The job has ended: give all of its memory back, whoever wrote it."""
+        """The job has ended: give all of its memory back, whichever process wrote it."""
         try:
             remove_values(self._folder, even_owned=True)
         except OSError as error:

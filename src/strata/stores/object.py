@@ -286,13 +286,13 @@ class ObjectStore:
             if type(failure).__name__ == "AlreadyExistsError":
                 try:
                     found = self._mark_of(key, path, self._client)
-                except AccessDenied:  # Whoever may only write has to believe the refusal.
+                except AccessDenied:  # A client that may only write has to believe the refusal.
                     found = ""
                 if found == mark:
                     return
                 if found is not None:
                     raise self._exists(key) from failure
-                # Nobody has it: it was deleted meanwhile, or two writers collided and the server refused both.
+                # It is absent: it was deleted meanwhile, or two writers collided and the server refused both.
             else:
                 explained = self._explained(failure, key, "write")
                 if not isinstance(explained, Unavailable):

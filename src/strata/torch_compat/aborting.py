@@ -5,10 +5,10 @@ nothing in the versions we know, but a gloo group whose connections are closed f
 so its sockets, and those of the store that ranks meet at, are noted when a group is made, and shut down when it is
 aborted. The descriptors stay gloo's own, to be closed by it.
 
-Gloo loses a send that is under way when its own end of the connection is shut down, and whoever waits for that one waits for ever:
-such a rank's process must be replaced. In a loop of nothing but collectives that happened to one rank in fifteen. It hardly
+Gloo loses a send that is under way when its own end of the connection is shut down, and a rank that waits for it waits for ever:
+its process must be replaced. In a loop of nothing but collectives that happened to one rank in fifteen. It hardly
 happens where a peer has ended, or has left between two collectives. So a rank shuts its connections down as soon as it has
-left (`part`): whoever waits for it fails, parts as well, and so on; and who can be expected to fail in this way
+left (`part`): a rank that waits for it fails, parts as well, and so on; one that can be expected to fail in this way
 (`fails_by_itself`) is aborted only when it has not.
 """
 
@@ -67,13 +67,13 @@ class ProcessGroups:
             return self._is_joined and not self._making and not any(map(_nccl, list(_c10d._world.pg_map)))
 
     def part(self) -> None:
-        """This rank, which is in no collective, takes part in no other: whoever waits for it fails now."""
+        """This rank, which is in no collective, takes part in no other: a rank that waits for it fails now."""
         with self._changed:
             _shut_down(self._sockets)
 
     def abort(self) -> None:
-        """Free whoever waits in a collective, or for its peers to join; that fails, and so does every later one. From any
-        thread."""
+        """Free a thread that waits in a collective, or for its peers to join; that fails, and so does every later one. From
+        any thread."""
         with self._changed:
             self._aborted.set()
             _shut_down(self._sockets)

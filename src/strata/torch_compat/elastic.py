@@ -245,7 +245,7 @@ class _Started:
 class WorkerProcesses(workers.MultiprocessContext):
     """Torch's way of running workers as functions, less what would end the agent, or keep it waiting, when one dies.
 
-    Beside the workers there may be spares: started like them, in nobody's place, until one takes that of a worker."""
+    Beside the workers there may be spares: started like them, without a place, until one takes that of a worker."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -433,7 +433,7 @@ def _brief(record: logging.LogRecord) -> bool:
 
 def let_signals_through(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Torch makes an exception of SIGTERM. One that is raised while a line is logged would be taken for a fault of the
-    log, and the agent would continue as if nobody had asked it to leave."""
+    log, and the agent would continue as if it had not been asked to leave."""
     error = sys.exc_info()[1]
     if isinstance(error, workers.api.SignalException):
         raise error

@@ -43,7 +43,7 @@ def globals_allowed_by_user() -> dict[str, object]:
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """One call that compares type, number type, device, shape, strides, gradient and lazy bits of every tensor. Where torch has
-    no such thing it says no, and whoever asked looks for himself."""
+    no such thing it says no, and the caller has to compare by itself."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 

@@ -1,8 +1,8 @@
 """The compiler, imported when it is used: every recovery starts processes, and this is half of what their start costs.
 
 The first optimizer or DDP model a process makes imports PyTorch's compiler. That takes as long as `import torch` itself
-(1.4 to 1.7 s of CPU time per worker), only to mark functions as not to be compiled, to break graphs that nobody traces
-and to read a setting. `install` answers these itself; whoever wants more of the compiler gets it.
+(1.4 to 1.7 s of CPU time per worker), only to mark functions as not to be compiled, to break graphs that are not traced
+and to read a setting. `install` answers these itself; code that wants more of the compiler gets it.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class DynamicHandler(dynamic.DynamicRendezvousHandler):
     _state_holder: dynamic._BackendRendezvousStateHolder
 
     def poll_fast(self) -> None:
-        # Torch looks through its whole stack, source files included, for the name of each event that nobody reads.
+        # Torch looks through its whole stack, source files included, for the name of each event, which nothing reads.
         dynamic.get_method_name = lambda depth=2: "rendezvous"
         self._op_executor = FastPolling(self)
 
@@ -146,7 +146,7 @@ class DynamicHandler(dynamic.DynamicRendezvousHandler):
         time.sleep(most_s)
 
     def shorten_last_call(self, state: State) -> None:
-        """May set the deadline of a round that nobody is missing from to an earlier one. `state` is this node's copy."""
+        """May set the deadline of a round that no node is missing from to an earlier one. `state` is this node's copy."""
 
     def standing_by(self) -> None:
         """Called repeatedly while the world has all the nodes that it may have, and this one waits for a place in it."""
@@ -177,5 +177,5 @@ class DynamicHandler(dynamic.DynamicRendezvousHandler):
 
 
 def replace_backend(name: str, create: Callable[..., object]) -> None:
-    """Under a name that torch has given to a back end of its own, which it would not let anybody take."""
+    """Under a name that torch has given to a back end of its own, which it would not let other code take."""
     rendezvous_handler_registry._registry[name] = create  # type: ignore[assignment]

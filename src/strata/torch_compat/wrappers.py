@@ -11,7 +11,7 @@ from typing import Final
 COMPILED: Final = "_orig_mod"
 """The attribute of a compiled module that is the module itself."""
 WRAPPERS: Final = (COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Those of `torch.compile`, of activation checkpointing and of FSDP. DDP's is `module`, as people call modules of their own: whoever
+"""Those of `torch.compile`, of activation checkpointing and of FSDP. DDP's is `module`, as people call modules of their own: code that
 drops it has to know that it is DDP's."""
 
 

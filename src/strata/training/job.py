@@ -497,7 +497,7 @@ class ElasticJob:
         if (trap := torchrun_trap.warning()) is not None and self.rank == 0:
             announce(logging.WARNING, trap)
         if not self._keeps_state:
-            release_mapped()  # Of an earlier entry as another rank: whoever keeps the images now has a mapping of its own.
+            release_mapped()  # Of an earlier entry as another rank: the process that keeps the images now has a mapping of its own.
         opened, entrants = self._open_run()
         self._opened = opened
         self.run = self._protocol.lineage.run = opened.run
@@ -519,7 +519,7 @@ class ElasticJob:
         self._tracer.mark("loaded")
         self._open_metric_log()
         if self.rank == 0 and self._manager is not None:
-            # What dead writers left, beside training: nobody waits for it.
+            # What dead writers left, beside training: nothing waits for it.
             threading.Thread(target=self._manager.remove_orphans, name="strata-orphans", daemon=True).start()
         note_run(self.name, self._memory_name, root=self._memory_root)
         self._footprints = Footprints(self.name, self._memory_name, rank=self.rank, root=self._memory_root)
@@ -540,7 +540,7 @@ class ElasticJob:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         batches = self._batches() if self._batches is not None else None
-        if kind is None and batches is not None:  # Somebody holds it, so that it was not closed by `break`.
+        if kind is None and batches is not None:  # It is still referenced, so `break` did not close it.
             batches.close()
         if kind is None and not self._has_finished:  # The loop ended by `break`, or never started.
             try:
@@ -758,13 +758,13 @@ class ElasticJob:
         kept = self._kept
         if self._link is None or (failed and kept is not None and kept.link is self._link):
             return
-        # Whoever enters again at once does not wait for the coordinator.
+        # A process that enters again at once does not wait for the coordinator.
         self._link.close(leave=not failed, deliver=self._live_run is None)
         if kept is not None:
             kept.link = None
 
     def _open_metric_log(self) -> None:
-        """Rank 0 logs for all, where somebody takes what it logs."""
+        """Rank 0 logs for all, where a coordinator or a sink takes what it logs."""
         if self.rank != 0 or (self._link is None and not self._sinks):
             return
         outbox = None
@@ -1199,7 +1199,7 @@ class ElasticJob:
         self._finish()
 
     def watch_signals(self, *, on: bool) -> None:
-        """Whether this job handles SIGTERM and Ctrl-C, or whoever did before it was entered."""
+        """Whether this job handles SIGTERM and Ctrl-C, or the handlers that were set before it was entered."""
         assert self._preemption is not None
         if on:
             self._preemption.watch()

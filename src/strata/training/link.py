@@ -84,7 +84,7 @@ class CoordinatorLink:
         self._lock = threading.Lock()
         self._existing: dict[str, Facts | None] | None = None
         """Every checkpoint of the run that is in a durable place, those that can be described oldest first; None until
-        somebody has said."""
+        that is known."""
         self._order = CompletionOrder()
         self._is_behind = False
         """Whether the registry may have missed some of them, or some removals."""
@@ -153,7 +153,7 @@ class CoordinatorLink:
         )
 
     def hangs(self, failure: Failure) -> None:
-        """This process makes no step, and nobody ends it for that."""
+        """This process makes no step, and is not ended for that."""
         self._put(lambda: self._orchestrator.report_failure(failure))
 
     def continues(self, *, generation: int) -> None:
@@ -451,7 +451,7 @@ def _forget_oldest(existing: dict[str, Facts | None]) -> None:
 
 
 def _ships_logs() -> bool:
-    """Not where whoever launched this process already takes what it prints to the coordinator."""
+    """Not where the process that launched this one already takes what it prints to the coordinator."""
     return os.environ.get("STRATA_SHIP_LOGS", "1") != "0"
 
 

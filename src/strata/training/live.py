@@ -106,7 +106,7 @@ class LiveRun(Protocol):
         ...
 
     def attach(self, job: ElasticJob) -> None:
-        """A job has started: whoever aborts its process groups calls `job.freeze()` right before."""
+        """A job has started: code that aborts its process groups calls `job.freeze()` right before."""
         ...
 
     def detach(self, job: ElasticJob) -> None:
@@ -165,7 +165,7 @@ class LiveState:
         self._frozen: Frozen | None = None
         self._lock = threading.Lock()
         self._unwatched: list[str] = []
-        """What nobody could tell a change of."""
+        """What cannot be watched for changes."""
         self._kept: list[OwnedTensor] = []
         """Buffers that there are copies of."""
         self._copies: list[torch.Tensor] = []
@@ -185,7 +185,7 @@ class LiveState:
         self._look_at_optimizers()
         self._loose_versions = _versions(self._loose)
         self._hooks: list[Any] = []
-        # Nccl's own watchdog aborts what hangs, and nobody knows when.
+        # Nccl's own watchdog aborts what hangs, and it is not known when.
         self._is_alone = rank_and_world()[1] == 1
         self._aborts_itself = is_distributed() and "nccl" in str(distributed.get_backend())
         if isinstance(state.optimizer, torch.optim.Optimizer):
@@ -199,7 +199,7 @@ class LiveState:
     def _begin(self, *_: object) -> None:
         self._began += 1
         # If this rank is lost between here and the boundary, others may have made the step: what it draws from then on, it draws
-        # from these, unless somebody draws meanwhile.
+        # from these, unless other code draws meanwhile.
         self._trace.leave(self._step + 1, self._watch.take())
 
     def _end(self, *_: object) -> None:

@@ -126,7 +126,7 @@ class MixtureWatch:
             if found is None or wanted.to_bytes() != found[0]:
                 made, body, _ = self._client.cas(self._key, wanted.to_bytes(), found[1] if found else None)
                 if not made:
-                    self._wake.set()  # Somebody was faster.
+                    self._wake.set()  # Another writer was faster.
                     return False
                 board = Board.from_bytes(body) if body else wanted
         except ConnectionError as error:

@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C mean: save what you have, and leave. Within a deadline, whatever happens; a second Ctrl-C means now.
 
-The deadline is the job's, unless whoever asks has said when the machine goes (`strata.agent.leaving`)."""
+The deadline is the job's, unless it is known when the machine goes (`strata.agent.leaving`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Preemption:
         self.watch()
 
     def watch(self) -> None:
-        """Take the signals over from whoever has them now."""
+        """Take the signals over from the handlers that have them now."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -65,7 +65,7 @@ class Preemption:
 
     @property
     def left_s(self) -> float:
-        """Until this process ends; infinite while nobody has asked."""
+        """Until this process ends; infinite while it was not asked to."""
         return max(0.0, self._until_s - time.monotonic()) if self.requested else math.inf
 
     def _too_late(self) -> None:
@@ -81,7 +81,7 @@ class Preemption:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Leave the signals to whoever had them before."""
+        """Leave the signals to the handlers that had them before."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

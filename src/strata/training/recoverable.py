@@ -248,7 +248,7 @@ class _Recovery(Generic[R]):
             self._report_own(error)
             raise
         finally:
-            groups.leave()  # Whoever waits for this rank fails now.
+            groups.leave()  # A rank that waits for this one fails now.
 
     def _report_own(self, error: BaseException) -> None:
         """An error of this rank alone is shown and reported before others notice that it leaves: what they get is a consequence."""
@@ -315,7 +315,7 @@ class _Recovery(Generic[R]):
                 groups = self._groups
             self._watch_leaving(groups, PATIENCE_S if groups.fails_by_itself else 0.0)
         elif message["kind"] == "ended":
-            # Whoever starts the run again must not find it still running. This thread is free whatever the others are stuck in.
+            # When the run is started again, this process must be gone. This thread is free whatever the others are stuck in.
             print(
                 f"strata: rank {os.environ.get('RANK')} ends: its agent is lost", file=sys.stderr, flush=True
             )
@@ -355,7 +355,7 @@ class _Recovery(Generic[R]):
         if late_s < STUCK_S:
             _end_if_stuck()
             return
-        # This process has stood still as a whole: whoever is in a collective has had no time either.
+        # This process has stood still as a whole: a thread in a collective has had no time either.
         again = threading.Timer(STUCK_S, self._look_whether_stuck, (time.monotonic() + STUCK_S,))
         again.daemon = True
         self._late.append(again)
@@ -398,7 +398,7 @@ class _Recovery(Generic[R]):
 
 def _end_if_stuck() -> None:
     """Gloo may lose a send that was under way when its connection ended, and waits for a peer that was lost before it had connected:
-    whoever waits for that waits for ever. Then this process can only be replaced."""
+    a rank that waits for that waits for ever. Then this process can only be replaced."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
         print(

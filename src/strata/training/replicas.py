@@ -43,7 +43,7 @@ class Difference:
     """Of the state that was compared."""
     verdict: Odd | Undecided
     who: tuple[str, ...]
-    """The ranks whose copies are odd, each with its machine and process; all of them where nobody can tell."""
+    """The ranks whose copies are odd, each with its machine and process; all of them where that cannot be told."""
     tensors: tuple[str, ...]
     """Those that differ."""
 

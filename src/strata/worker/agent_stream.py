@@ -43,7 +43,7 @@ class AgentStream:
         worker_id: str,
         incarnation: int,
     ) -> AgentStream | None:
-        """None where the worker is to speak for itself. Raises `CoordinatorUnavailable` where nobody answers at the address."""
+        """None where the worker is to speak for itself. Raises `CoordinatorUnavailable` where no coordinator answers at the address."""
         try:
             connection = connect_to_path(path)
         except OSError as error:

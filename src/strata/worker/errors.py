@@ -18,7 +18,7 @@ NO_RESPONSE = (
 
 
 class CoordinatorUnavailable(StrataError):
-    """Nobody answers. Training may continue; what was acknowledged is safe."""
+    """No coordinator answers. Training may continue; what was acknowledged is safe."""
 
     code = "unavailable"
 

@@ -14,7 +14,7 @@ SAMPLE_EVERY_S = 1.0
 
 
 class ResourceSampler:
-    """Samples at most once a second, whoever asks."""
+    """Samples at most once a second, however often it is asked."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -51,7 +51,7 @@ FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 RECONNECT_S = 0.2
 """The longest pause after a session that was welcome: less than a coordinator waits for one whose connection dropped, so that a
-network that resets connections again and again gets nobody failed."""
+network that resets connections again and again does not get a worker failed."""
 LOG_FLUSH_S = 0.2
 LAST_METRICS_S = 2.0
 """How long the last metrics may take to be answered before the goodbye."""
@@ -113,7 +113,7 @@ class SessionThread:
         self.call_timeout_s = call_timeout_s
         self.logs = LogOutbox()
         self.metrics: MetricOutbox | None = None
-        """What training logs, if somebody has set it."""
+        """What training logs, if it is set."""
         self.status = pb.WorkerStatus(state="active")
         self.registration: pb.RegisterWorkerResponse | None = None
         self.topology: Topology | None = None

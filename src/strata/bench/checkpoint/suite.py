@@ -2,7 +2,7 @@
 
     python -m strata.bench.checkpoint.suite [--json] [--quick] [--gpu] [--folder DIR]
 
-Times are the best of several rounds in which everything takes its turn, so that a busy moment hits nobody alone; notes
+Times are the best of several rounds in which everything takes its turn, so that a busy moment hits none of them alone; notes
 tell how far the rounds lie apart. The folder should be on the disk that checkpoints go to. Needs torch and xxhash;
 peers, S3 and the table's looks come with what is installed.
 """

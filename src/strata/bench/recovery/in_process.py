@@ -41,7 +41,7 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Loss:
     survivor_s: float
-    """Until a process that was there before has made a step that nobody had made."""
+    """Until a process that was there before has made a step that no process had made."""
     replacement_s: float | None
     """Until a new process has made a step."""
     lost: int

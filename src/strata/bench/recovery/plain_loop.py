@@ -74,7 +74,7 @@ class Round:
 class Overhead:
     """What an `ElasticJob` adds to a step of the same loop, by pairs of rounds made one right after the other.
 
-    Whole steps differ by several percent from one second to the next, whoever makes them; what the job does in between
+    Whole steps differ by several percent from one second to the next, in either loop; what the job does in between
     does not, so that is timed by itself. Its other threads are counted as if they had no core of their own.
     """
 
@@ -161,7 +161,7 @@ def compare_overhead(pairs: int, *, width: int = 512, batch: int = 256) -> Overh
             ours, others = iter(job), plain_batches()
             for _ in range(SNAPSHOT_EVERY // 2):
                 step(next(ours).data[0])
-            # Or Python looks through all of torch once in a thousand steps, and charges it to whoever is at work.
+            # Or Python looks through all of torch once in a thousand steps, and charges it to whichever loop runs then.
             gc.collect()
             gc.freeze()
             for number in range(pairs + WARM_UP_ROUNDS):

@@ -191,7 +191,7 @@ def decode(raw: bytes, *, path: str, keys: Keys | None) -> Manifest:
             raise Untrusted(path=path, reason=problem)
         body = json.loads(sealed.decode(), parse_constant=_refuse, parse_float=_finite)
         if b"\\ud" in sealed.lower():
-            # Half a character, written as an escape, is text that nobody can write down.
+            # Half a character, written as an escape, is text that cannot be encoded.
             json.dumps(body, ensure_ascii=False).encode()
         if body["schema"] > READABLE[-1]:
             raise NewerFormat(path=path, what="manifest schema", found=body["schema"], newest=READABLE[-1])

@@ -18,7 +18,7 @@ from strata.processes import Process, this_process
 
 MODEL, OPTIMIZER, SCHEDULER = "model_state_dict", "optimizer_state_dict", "lr_scheduler_state_dict"
 NAMED = "named"
-"""In the metadata of a checkpoint whose name somebody has chosen: retention leaves it alone."""
+"""In the metadata of a checkpoint whose name a user has chosen: retention leaves it alone."""
 
 Stem: TypeAlias = Callable[[int, CheckpointId], str]
 

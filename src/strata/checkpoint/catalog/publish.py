@@ -1,16 +1,16 @@
 """The one way a checkpoint comes to be in a store, so that it is there entirely or not at all.
 
 The payload first, durable by the store's promise; then the question whether this process may still publish; then the
-manifest, only if absent. Before the manifest is there, nobody can find the checkpoint; afterwards it is complete. An attempt
+manifest, only if absent. Before the manifest is there, no reader can find the checkpoint; afterwards it is complete. An attempt
 that fails removes its payload again, but only where the manifest is known to be absent: the reply to its write may have
 been lost, and then the checkpoint is there and keeps what it names. A repeated attempt that finds its own manifest has
 succeeded.
 
-`publish` writes a payload it is given, under a name of its own. `replace_at` writes it to a key that somebody has chosen, in
+`publish` writes a payload it is given, under a name of its own. `replace_at` writes it to a key that the caller has chosen, in
 place of what may be there. `commit` is for payloads that their callers write: piece by piece, or one part per rank.
 
 A name without the checkpoint's id in it may be wanted by two writers, so it is claimed first: `<stem>.claim`, only if
-absent. Whoever comes second takes a longer name, with the id. The claim goes when the manifest is there, so a payload
+absent. The second writer takes a longer name, with the id. The claim goes when the manifest is there, so a payload
 with a claim and no manifest is unfinished, and one with neither was put there by another program.
 """
 

@@ -59,8 +59,8 @@ def remove_superseded(
     in_use: Collection[CheckpointId] = (),
     damaged: Collection[CheckpointId] = (),
 ) -> list[Entry]:
-    """Remove what newer checkpoints of this run have made superfluous (`strata.core.jobs.lineage.removable`); what went. Names that
-    somebody has chosen stay."""
+    """Remove what newer checkpoints of this run have made superfluous (`strata.core.jobs.lineage.removable`); what went. What a user
+    has named stays."""
     in_use = {*in_use, *leases.being_read(catalog.store)}
     own = {
         entry.manifest.checkpoint_id: entry
@@ -93,7 +93,7 @@ def newest_first(store: Store) -> list[str]:
 
 
 def remove_older(store: Store, *, keep_count: int) -> list[str]:
-    """Remove all `.pt` files but the newest, whoever made them; the names of those removed. What is visibly broken does not
+    """Remove all `.pt` files but the newest, whichever program made them; the names of those removed. What is visibly broken does not
     count as kept: a manifest that cannot be read, or a file of another length than it says."""
     removed: list[str] = []
     kept = 0

@@ -93,7 +93,7 @@ class RunClaim:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.step = 0
-        """How far training has come, for whoever reads the claim after this process has ended."""
+        """How far training has come, for the process that reads the claim after this one has ended."""
         self.superseded: str | None = None
         """Why this process may publish nothing any more."""
         self._thread = threading.Thread(target=self._renew, name="strata-claim", daemon=True)
@@ -140,7 +140,7 @@ class RunClaim:
                 except AlreadyExists:
                     newest = newest_claim(farthest)
                     if newest is None or newest.holder != claim.holder:
-                        continue  # Somebody else was quicker; otherwise the reply to our own was lost.
+                        continue  # Another process was quicker; otherwise the reply to our own was lost.
                 for store in stores[:-1]:
                     store.put(claim_key(claim.generation), claim.encode())
                 for store in stores:
@@ -244,8 +244,8 @@ def claimed_generations(store: Store) -> list[int]:
 
 
 def _newest_saved(store: Store) -> int:
-    """The newest generation that has saved here; 0 where the claims can tell, which is everywhere but where somebody has
-    deleted them."""
+    """The newest generation that has saved here; 0 where the claims can tell, which is everywhere but where they were
+    deleted."""
     if claimed_generations(store):
         return 0
     return max((entry.manifest.generation for entry in Catalog(store).list().entries), default=0)

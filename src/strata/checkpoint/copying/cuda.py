@@ -79,7 +79,7 @@ def on_this_device(work: Callable[[], Result]) -> Callable[[], Result]:
 
 
 class SpareMemory:
-    """Memory of one device that nobody else needs for the moment.
+    """Memory of one device that nothing else needs for the moment.
 
     What was taken and let go of stays in the cache of Torch's allocator for the stream that it was taken for. When other
     memory runs out, it goes back to the device.

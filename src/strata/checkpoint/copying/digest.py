@@ -1,8 +1,8 @@
 """Digests of large payloads: one per chunk, and one over all chunks.
 
 By default xxh3-128, which finds accidents (flipped bits, short or mixed-up files) at memory speed and says in which chunk. It
-does not stop somebody who rewrites payload and manifest together. Where manifests are signed (`strata.checkpoint.catalog.signing`)
-it is SHA-256, which nobody can forge.
+does not stop an attacker who rewrites payload and manifest together. Where manifests are signed (`strata.checkpoint.catalog.signing`)
+it is SHA-256, which cannot be forged.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Digest:
 
 @contextlib.contextmanager
 def helping_threads() -> Iterator[Executor | None]:
-    """A few threads for a digest that somebody waits for: of many processors some are idle while training, of few none."""
+    """A few threads for a digest that a caller waits for: of many processors some are idle while training, of few none."""
     count = min(_MOST_HELPERS, (os.cpu_count() or 1) // 4)
     if not count:
         yield None
@@ -105,7 +105,7 @@ def digest_of(
     algorithm = algorithm or payload_algorithm()
     pieces = _pieces(view, chunk_bytes)
     hashed = [b""] * len(pieces)
-    todo = iter(range(len(pieces)))  # Shared: whoever has time takes the next.
+    todo = iter(range(len(pieces)))  # Shared: a thread that has time takes the next.
 
     def work() -> None:
         for number in todo:

@@ -10,7 +10,7 @@ has none, it leaves from where it is. What may change next decides who waits unt
 * Parameters and optimizer state of a guarded optimizer change in its `step` and nowhere else, so the stream of that
   step waits (a hook before it) and the forward and backward passes in between overlap with the copy. Another thread
   queues it, and copies what such an optimizer keeps on the CPU; the hook waits for that thread.
-* Everything else (running statistics, averages, the state of optimizers nobody guards) may change at any time, so it
+* Everything else (running statistics, averages, the state of unguarded optimizers) may change at any time, so it
   is copied first and the current stream waits for that part right away.
 
 A CUDA graph that is replayed runs no hooks, and may change anything: once an optimizer is guarded, every replay of any
@@ -96,14 +96,14 @@ class Copying:
         self._size_bytes = size_bytes
         self._ready_bytes = 0
         self._wanted_bytes = 0
-        """The least anybody waits for; nobody is woken for less."""
+        """The least that a thread waits for; none is woken for less."""
         self._error: BaseException | None = None
         self._released: Events | None = None
         self._stages: list[Stage] | None = None
         self._held: object = None
         self._changed = threading.Condition()
         self.digest: Callable[[], Digest] | None = None
-        """Of the whole image, when it is complete; None where nobody hashes it on the way."""
+        """Of the whole image, when it is complete; None where it is not hashed on the way."""
 
     def advance(self, ready_bytes: int) -> None:
         """Everything before this offset is in place."""
@@ -230,7 +230,7 @@ class Copier:
 
     def _sweep(self, copying: Copying, sweep: Sweep) -> None:
         """Copy on the CPU, in part on threads that help, until `copying` is complete."""
-        with contextlib.suppress(RuntimeError):  # At the interpreter's exit nobody can be asked to help.
+        with contextlib.suppress(RuntimeError):  # At the interpreter's exit no thread can be asked to help.
             for _ in range(min(THREADS, sweep.parts) - 1):
                 self._helping.submit(_or_fail, copying, sweep.work)
         sweep.work()
@@ -364,8 +364,8 @@ class _Taken:
     numbers: list[int]
     stream: Any
     between: torch.Tensor | None = None
-    """The spare memory they are copied to; None where they go to the image at once. Once `send` has been called nobody need
-    hold it: whoever gets it next on this stream comes after it."""
+    """The spare memory they are copied to; None where they go to the image at once. Once `send` has been called it need
+    not be held: the next user of it on this stream comes after it."""
     stops: Sequence[int] = ()
     """Where in it each of them is."""
     tables: Sequence[torch.Tensor] = ()
@@ -381,7 +381,7 @@ class _Taken:
 
 
 def _sent(taken: list[_Taken], to: Destination) -> list[Stage]:
-    """Queue what is left to do. Where one device does it, in stages, so that whoever reads the image can follow."""
+    """Queue what is left to do. Where one device does it, in stages, so that a reader of the image can follow."""
     stages: list[Stage] = []
     # Those without spare memory have left for the image already.
     for number, part in enumerate(parts := [part for part in taken if part.between is not None], 1):

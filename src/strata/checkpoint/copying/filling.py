@@ -2,8 +2,8 @@
 
 An image is processed in windows of a megabyte. What a window is made of, spans of tensors and what lies between them, is
 written to the image past the caches and at the same time to a buffer that stays in them, and hashed there: reading it again
-from memory would take five times as long. The bytes that are hashed are those that were written, whoever else may be
-changing the tensors meanwhile.
+from memory would take five times as long. The bytes that are hashed are those that were written, even where
+other code changes the tensors meanwhile.
 
 The parts of a sweep are the chunks of the digest, so that each is hashed by one thread, front to back.
 """

@@ -8,14 +8,14 @@ that share the memory can tell as well. When that process has ended, the next on
 the job has ended as well, any Strata process removes them after a grace. A clean close removes them at once.
 
 Space is allocated before it is written to, so a full /dev/shm is an error and never a SIGBUS. Where two images do not
-fit, and nobody has named a root, they live on disk; where two fit nowhere, there is one; where not even one fits, a save
+fit, and no root was named, they live on disk; where two fit nowhere, there is one; where not even one fits, a save
 goes through anonymous memory and leaves no snapshot: what is too small costs snapshots, never a durable checkpoint.
 
 A process that belongs to a generation (`Staging.fence`) marks nothing once a newer one has started at this root.
 
 A process that closes its images and will open them again, because its job is entered anew after an error, keeps them mapped and
 page-locked meanwhile: faulting in and page-locking gigabytes takes longer than loading them. Nothing else is different: the
-images are left to whoever takes them over, which may be another process.
+images are left to the process that takes them over, which may be another one.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ImageBuffer:
 
     @property
     def snapshot(self) -> Manifest | None:
-        """What a crash would leave here: None where somebody has deleted the mark, or the file, that this process has made."""
+        """What a crash would leave here: None where the mark, or the file, that this process has made was deleted."""
         marked = self.marked  # Who fills the image again unmarks it meanwhile.
         if marked is None or self.folder is None or not (self.folder / MARK_NAME).is_file():
             return None
@@ -249,8 +249,8 @@ class ImageBuffer:
             ) from error
 
     def _map_file(self, *, populate: bool) -> torch.Tensor:
-        """With `populate`, every page of it is given space and faulted in now. (Whoever has marked an image had done
-        so.)"""
+        """With `populate`, every page of it is given space and faulted in now. (The process that has marked an
+        image had done so.)"""
         if self._bytes is None:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -384,7 +384,7 @@ class ImageBuffer:
             raise
 
     def put_record(self) -> None:
-        """Before the mark: whoever finds that finds the record of the same process."""
+        """Before the mark: a reader that finds the mark finds the record of the same process."""
         if self.folder is None or self._recorded == self.folder:
             return
         if self._record:
@@ -514,7 +514,7 @@ class Staging:
                     with contextlib.suppress(OSError):
                         buffer.put_record()
                 buffer.take_mapped(_kept_mapped.get(self.job, []))
-            release_mapped(self.job)  # The others were taken over by somebody else, or removed.
+            release_mapped(self.job)  # The others were taken over by another process, or removed.
             self._is_open = True
         for each in self._roots:
             remove_dead_jobs(root=each, keep=self.job)
@@ -524,7 +524,7 @@ class Staging:
         a newer one has started. Raises `Superseded` where one has. Generation 0 belongs to none."""
         if not generation:
             return
-        self.open()  # Whoever closes meanwhile sees that this job has another process.
+        self.open()  # A process that closes meanwhile sees that this job has another one.
         self._fence.record(generation)
 
     def live_holders(self) -> list[Holder]:
@@ -542,8 +542,8 @@ class Staging:
         sparing: Collection[CheckpointId] | None = None,
     ) -> ImageBuffer | None:
         """An image laid out for `plan`, or None when none was released in time. Never the only snapshot's, as long
-        as there is another image; or, where somebody has said which are to be spared, never one of those. With `must_keep`, one that can be found again: raises `MemoryLimitExceeded` where there
-        is no space for one."""
+        as there is another image; or, where `sparing` is given, never one of those. With `must_keep`, one that can be
+        found again: raises `MemoryLimitExceeded` where there is no space for one."""
         self.open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         buffer = self._await(lambda: self._choose(plan, sparing), deadline_s)
@@ -827,7 +827,7 @@ class Staging:
         return None
 
     def _available_bytes(self, root: Path) -> int:
-        """What images may have at a root: all that is free, and what they have already. Of a disk that nobody has named,
+        """What images may have at a root: all that is free, and what they have already. Of a disk that the user has not named,
         half, for checkpoints may be kept there as well."""
         held_bytes = sum(buffer.size_bytes for buffer in self._buffers if self._is_at(root, buffer))
         available_bytes = _free_bytes(root) + held_bytes
@@ -837,7 +837,7 @@ class Staging:
         return buffer.folder is not None and buffer.folder.is_relative_to(images_folder(root))
 
     def _keep_only_one(self, plan: Plan, deadline_s: float | None) -> ImageBuffer | None:
-        """There is no space for two images: continue with one, when nobody uses the other any more."""
+        """There is no space for two images: continue with one, when the other is no longer in use."""
 
         def choose() -> ImageBuffer | None:
             if any(buffer.is_busy for buffer in self._buffers):
@@ -945,7 +945,7 @@ class Fence:
             raise self._superseded(self._mine, newest)
 
     def forget(self) -> None:
-        """Remove the file, if nobody else of this job is here and no newer generation has been."""
+        """Remove the file, if no other process of this job is here and no newer generation has been."""
         if not self._path.exists():
             return
         with contextlib.suppress(FileNotFoundError), locks.exclusively(self._path) as file:

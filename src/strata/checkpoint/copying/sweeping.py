@@ -1,11 +1,11 @@
 """Copying lists of addresses on the CPU, with a few threads that go over them front to back.
 
-Nobody waits for a thread that the machine has no time for: what it did not take is taken by the others. (Torch's own
+A thread that the machine has no time for is not waited for: what it did not take is taken by the others. (Torch's own
 parallel copy waits for all its threads at every tensor, which on a busy machine took fifty times as long.)
 
 The copying is done by a few lines of C (`stream.c`) that write past the caches, with the interpreter's lock released: for tensors
 of 100 KB in half the time that memmove needs. Where there was no compiler when the package was installed, memmove does it.
-Nobody checks the addresses.
+The addresses are not checked.
 """
 
 from __future__ import annotations

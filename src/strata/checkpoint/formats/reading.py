@@ -2,7 +2,7 @@
 
 Nothing in a file runs: pickles are read by `torch.load(weights_only=True)`, DCP's metadata by an unpickler that knows the few
 types it is made of. A name in an index never leaves its folder. What is cut short, foreign or contradicts itself raises
-`Damaged` or `LoadFailed` with a sentence. Tensor bytes are not touched until somebody asks for them: of a `.pt` file only the
+`Damaged` or `LoadFailed` with a sentence. Tensor bytes are not touched until they are asked for: of a `.pt` file only the
 pickle and the zip's directory are read, from which torch makes tensors over memory that has no pages.
 """
 
@@ -262,7 +262,7 @@ def _copy_outline(file: Bytes, stream: IO[bytes], fd: int) -> list[int]:
 
 
 def _load_mapped(fd: int, name: str, trusted_source: bool) -> Any:
-    # Shared, because a private mapping of a file larger than memory is refused; nobody writes to it.
+    # Shared, because a private mapping of a file larger than memory is refused; nothing writes to it.
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         return open_in_memory(f"/proc/self/fd/{fd}", trusted_source=trusted_source, name=name)
 

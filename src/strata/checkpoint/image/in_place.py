@@ -397,7 +397,7 @@ class ImageInMemory:
         is_page_locked: bool = False,
     ) -> None:
         """`image` are the bytes of the file at `path`. `lock_pages` locks them for the device, and may take a second; it is
-        left out where nobody would need them locked again. Raises `Damaged` for an image of another size."""
+        left out where they would not be needed locked again. Raises `Damaged` for an image of another size."""
         size_bytes = manifest.parts[0].size_bytes
         if len(image) != size_bytes:
             raise Damaged(path=path, reason=f"the image has {len(image)} bytes, its mark says {size_bytes}")
@@ -413,7 +413,7 @@ class ImageInMemory:
     ) -> Any:
         """The state, in `into` or in new tensors. Raises `Damaged`, `LoadFailed` and `StateMismatch`."""
         if into is None:
-            into, tear_ok = {}, True  # Nobody sees the new tensors of a load that fails.
+            into, tear_ok = {}, True  # The caller never sees the new tensors of a load that fails.
         if not trusted_source and is_on_cpu(into) and Intake.suits(self._manifest.parts[0]):
             with contextlib.suppress(NotOwn):
                 return take_from_memory(
@@ -462,9 +462,9 @@ def load_mapped(
 ) -> Any:
     """Load an image that another process of this machine keeps in shared memory, into tensors of this process.
 
-    The file is mapped, not read: all processes of a machine share its pages. Whoever keeps the image must not save over it
-    meanwhile. Without `verify`, somebody has verified it: one process of a machine is enough. A load that fails may leave
-    targets torn. Raises `Damaged`, `LoadFailed` and `StateMismatch`.
+    The file is mapped, not read: all processes of a machine share its pages. The process that keeps the image must not save
+    over it meanwhile. Without `verify`, it must have been verified already; one process of a machine is enough. A load that
+    fails may leave targets torn. Raises `Damaged`, `LoadFailed` and `StateMismatch`.
     """
     image = ImageInMemory(manifest, torch.frombuffer(_mapped(path), dtype=torch.uint8), path=str(path))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="strata-load") as pool:
@@ -472,7 +472,7 @@ def load_mapped(
 
 
 def verify_image(image: torch.Tensor | None, manifest: Manifest, *, path: Path) -> None:
-    """Raise `Damaged` unless an image in shared memory is what was saved. `image` are its bytes, where somebody has them mapped."""
+    """Raise `Damaged` unless an image in shared memory is what was saved. `image` are its bytes, where they are mapped already."""
     part = manifest.parts[0]
     if image is None:
         image = torch.frombuffer(_mapped(path), dtype=torch.uint8)
@@ -511,7 +511,7 @@ def sent_ahead(image: torch.Tensor, into: Any, *, is_page_locked: bool) -> Itera
     try:
         yield ahead
     finally:
-        _cuda.current_stream(device).synchronize()  # Nobody reads the image any more.
+        _cuda.current_stream(device).synchronize()  # The device no longer reads the image.
 
 
 @no_collection()
@@ -578,7 +578,7 @@ def load_into(
 
 
 def _view(image: torch.Tensor, entry: TensorEntry, leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf as a view of the image, instead of the mapping it was opened with, which nobody has touched yet."""
+    """The leaf as a view of the image, instead of the mapping it was opened with, which is still untouched."""
     span = image[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
     return span.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
 

@@ -74,10 +74,10 @@ def fetched(store: Store, part: Part, manifest: Manifest, *, pool: Executor | No
 
 
 def fetch_bytes(store: Store, part: Part, manifest: Manifest, *, pool: Executor | None = None) -> bytes:
-    """`fetched`, as bytes that nobody has had to copy."""
+    """`fetched`, as bytes, without a copy."""
     check_part(store, part, called="payload")
     data = _new_bytes(None, part.size_bytes)
-    # Nobody else knows these bytes yet, so they may still be written to, as any C code does that makes some.
+    # No other code has these bytes yet, so they may still be written to, as any C code does that makes some.
     place = (ctypes.c_char * part.size_bytes).from_address(_address_of(data))
     with memoryview(place).cast("B") as view:
         _fetch(store, part, manifest, view, pool)

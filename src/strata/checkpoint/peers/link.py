@@ -107,14 +107,14 @@ class PeerLink:
         return int(answer["copied_step"])
 
     def pending(self) -> frozenset[CheckpointId]:
-        """Snapshots of this machine whose copies are on their way. None where nobody answers."""
+        """Snapshots of this machine whose copies are on their way. None where the agent does not answer."""
         with contextlib.suppress(PeerError):
             return frozenset(map(CheckpointId, self._ask({"op": "pending"}, REPORT_S)["pending"]))
         return frozenset()
 
     def copies(self, run: str = "", *, generation: int = 0) -> list[HeldCopy]:
-        """Every copy of a run, or of any, that an agent of the roster has, complete or not. Whoever is about to restore it says as which
-        generation: earlier ones change nothing from then on. Raises `PeerError`."""
+        """Every copy of a run, or of any, that an agent of the roster has, complete or not. A process that is about to restore it says as
+        which generation: earlier ones change nothing from then on. Raises `PeerError`."""
         found = self._ask({"op": "find", "run": run, "generation": generation}, FIND_S)
         for silent in found["silent"]:
             log.warning("%s does not answer: it is unknown whether it has copies", silent)
@@ -149,7 +149,7 @@ class PeerLink:
         self._tell({"op": "settle", "run": run, "generation": generation})
 
     def forget(self, run: str, generation: int) -> None:
-        """The run has ended with this generation, and nobody will restore it from memory."""
+        """The run has ended with this generation, and no process will restore it from memory."""
         self._tell({"op": "forget", "run": run, "generation": generation})
 
     def close(self) -> None:

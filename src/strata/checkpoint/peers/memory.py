@@ -5,7 +5,7 @@ sockets: a Unix socket for this machine's workers, and a port for other agents a
 the run's secret (`wire`). All copies together stay within a budget. They live below the memory root in a folder that belongs to this
 process: it is removed when the agent ends, and by the next agent where this one was killed.
 
-A copy is written to a place that no complete copy uses; its mark is written when all of it was verified. Whoever reads it
+A copy is written to a place that no complete copy uses; its mark is written when all of it was verified. Its reader
 verifies it again.
 """
 
@@ -46,7 +46,7 @@ SOCKET_VARIABLE = "STRATA_PEERS"
 BUDGET_VARIABLE = "STRATA_PEER_BUDGET"
 MOST_CONNECTIONS = 256
 FREE_SHARE = 0.5
-"""Of what is free in the memory root: the budget where nobody has named one."""
+"""Of what is free in the memory root: the budget where none is given."""
 MAKE_WAY_S = 5.0
 
 
@@ -75,7 +75,7 @@ class PeerMemory:
     def __init__(
         self, meeting: Meeting | None, *, run: str, name: str = "", root: Path | None = None
     ) -> None:
-        """Without a meeting there is one machine, and nobody to keep anything for. Raises `OSError`."""
+        """Without a meeting there is one machine, and no other to keep anything for. Raises `OSError`."""
         self.agent = name or this_process().token
         self._root = memory_root(root)
         self.machine = f"{machine_token()}:{self._root}"
@@ -235,7 +235,7 @@ class PeerMemory:
     # --- copies that arrive -----------------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket, message: Message) -> None:
-        wire.yield_to_training()  # This thread; others, which answer whoever restores, do not.
+        wire.yield_to_training()  # This thread; others, which answer processes that restore, do not.
         length = int(message["length"])
         if not 0 < length <= wire.LONGEST_MANIFEST:
             raise PeerError("The manifest is too long.")
@@ -381,7 +381,7 @@ class PeerMemory:
     def _clear(self, place: Path) -> None:
         """Give the memory of a place back."""
         with self._lock:
-            self._maps.pop(place, None)  # Closed when nobody looks at it any more.
+            self._maps.pop(place, None)  # Closed when nothing refers to it any more.
         shutil.rmtree(place, ignore_errors=True)
 
     def _unmark(self, copy: Copy) -> None:
@@ -405,7 +405,8 @@ class PeerMemory:
                 self._clear(place)
 
     def _listed(self, message: Message) -> list[Message]:
-        """Whoever is about to restore a run says as which generation: what it learns of stays as it is, whatever earlier ones still send."""
+        """A process that is about to restore a run says as which generation: what it learns of stays as it is, whatever earlier ones
+        still send."""
         run = str(message.get("run", ""))
         with self._lock:
             self._copy_table.fence(run, int(message.get("generation", 0)))

@@ -35,7 +35,7 @@ class Roster:
         self._looked_s = float("-inf")
 
     def secret(self) -> str:
-        """Of this run; made by whoever asks first."""
+        """Of this run; made by the first agent that asks."""
 
         def begin(found: dict[str, Any]) -> dict[str, Any]:
             return {"secret": secrets.token_hex(32), "agents": {}, **found}
@@ -43,7 +43,7 @@ class Roster:
         return str(self._change(begin)["secret"])
 
     def enter(self, peer: Peer) -> None:
-        """In the place of whoever was there for the same machine."""
+        """In the place of the agent that was there for the same machine, if any."""
 
         def entered(found: dict[str, Any]) -> dict[str, Any]:
             others = {n: each for n, each in found["agents"].items() if each["machine"] != peer.machine}

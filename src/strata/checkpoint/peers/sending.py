@@ -1,9 +1,9 @@
-"""Sending this machine's images to other machines' agents: in the background, at a limited rate, and never in anybody's way.
+"""Sending this machine's images to other machines' agents: in the background, at a limited rate, and never in the way of training.
 
-The newest image of each slot is sent; one that waits makes way for a newer one. Nobody holds an image for it: where training saves over
+The newest image of each slot is sent; one that waits makes way for a newer one. No image is held for it: where training saves over
 one that is being sent, its mark is removed, and the receiver finds chunks that are not what their digests say; the copy is
 given up, and the next one is sent. A machine that does not answer is left out for a while, longer each time, and the next of the roster
-asked; also one that whoever looks for copies has found silent: it may be lost, with nobody there to end its connections.
+asked; also one that was found silent when copies were looked for: it may be lost, with nothing left to end its connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAVE_OUT_S, LONGEST_LEAVE_OUT_S = 10.0, 600.0
 SEND_S = 60.0
 """A copy that takes longer is given up."""
 PATIENCE_S = 20.0
-"""So long a snapshot counts as being sent: afterwards nobody waits for it."""
+"""So long a snapshot counts as being sent: afterwards it is not waited for."""
 PIECE_BYTES = 4 << 20
 BURST_S = 0.1
 """So many seconds' worth of the rate are sent at once."""
@@ -119,7 +119,7 @@ class Sender:
             connection = self._connections.get(peer.agent)
         if connection is not None:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # Closed by whoever uses it.
+                connection.shutdown(socket.SHUT_RDWR)  # Closed by the thread that uses it.
         self._say(peer.agent, f"{peer.host} ({peer.address}) does not accept copies: {why}")
 
     def forget(self) -> None:

@@ -183,7 +183,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def ask(connection: socket.socket, message: Message, payload: bytes = b"") -> Message:
-    """One question and its answer. Raises `PeerError` for a refusal, `OSError` where nobody answers."""
+    """One question and its answer. Raises `PeerError` for a refusal, `OSError` where no answer comes."""
     send(connection, message, payload)
     return checked(receive(connection))
 
@@ -196,7 +196,7 @@ def checked(answer: Message) -> Message:
 
 
 def yield_to_training() -> None:
-    """This thread takes the processor when nobody else wants it."""
+    """This thread takes the processor when nothing else wants it."""
     if NICE:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

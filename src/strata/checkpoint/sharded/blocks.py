@@ -35,7 +35,7 @@ class Block:
     """Equal runs of bytes that lie in a part as the rows of an array lie in memory, and where they belong.
 
     Run (i, j, …) begins at `start_bytes` + i · `strides[0]` + j · `strides[1]` + … of the part, and goes to `address`
-    + i · `to_strides[0]` + … of this process. Runs are in the order of the part. Nobody checks the addresses.
+    + i · `to_strides[0]` + … of this process. Runs are in the order of the part. The addresses are not checked.
     """
 
     name: str

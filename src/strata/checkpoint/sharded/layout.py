@@ -47,7 +47,7 @@ class Stored:
 
 def encode(metadata: Metadata, spans: Mapping[MetadataIndex, Span]) -> Json:
     """The metadata with every item's place. Raises `UnsupportedState` for what JSON would not bring back, and
-    `CheckpointError` for an item that nobody has written."""
+    `CheckpointError` for an item that no rank has written."""
     entries: list[Json] = []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):

@@ -216,7 +216,7 @@ def remember_named(store: Store, keys: Iterable[str]) -> None:
 
 
 def named_last(store: Store) -> tuple[str, ...]:
-    """What the other ranks may forget: their parts of the save before. Most saves succeed, and so nobody has to look."""
+    """What the other ranks may forget: their parts of the save before. Most saves succeed, and so they rarely have to look."""
     with _lock:
         return _named.get(store.url, ())
 

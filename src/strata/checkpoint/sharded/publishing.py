@@ -3,7 +3,7 @@
 Every rank writes its part and reports it (`Board`); the first rank waits for all reports, puts the manifest, and reports
 the outcome, which the others wait for: a save has ended alike on every rank. A rank that cannot write its part reports that,
 and the save fails everywhere with its reason. Nothing here is a collective, so training continues meanwhile, and a rank that
-dies keeps nobody waiting for longer than its processes live.
+dies keeps no other waiting for longer than its processes live.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Board(Protocol):
 
 
 class GroupBoard:
-    """In the store of the default process group. A thread that waits has a connection of its own, and nobody minds when it waits
+    """In the store of the default process group. A thread that waits has a connection of its own, and does no harm if it waits
     for ever: a rank that will not answer has died, and then this process ends too."""
 
     def __init__(self, name: str) -> None:
@@ -193,7 +193,7 @@ class ShardPublisher:
         admit: Admit | None,
     ) -> Entry:
         """Write this rank's part, and return when the checkpoint exists. The payload is its image, or its part as it was written
-        to a store before. `check` raises when nobody wants it any more. Raises `PeerFailed` where another rank has failed, and the
+        to a store before. `check` raises when it is no longer wanted. Raises `PeerFailed` where another rank has failed, and the
         store's errors."""
         if store.url not in self._written:
             clean_up_own_parts(Catalog(store))

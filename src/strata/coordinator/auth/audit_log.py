@@ -1,7 +1,7 @@
 """Who did what to what, and whether it was allowed: one line of JSON each, appended and never changed.
 
 `audit.jsonl` in the data directory is private. When it is full it is set aside under a number, and the oldest such file is
-removed. Refusals that repeat within a second are one line with a count, so that whoever is refused cannot fill the disk.
+removed. Refusals that repeat within a second are one line with a count, so that a caller that is refused cannot fill the disk.
 Values never get here: neither bodies nor tokens, only who, what, the name of what it was about, from where, and the outcome.
 """
 

@@ -1,6 +1,6 @@
 """Tokens of several coordinators, in the etcd of their journal: one key for each digest, which is not enough to use it.
 
-Beside the journal, not in it: a standby changes them too, and whoever reads old journals finds none. Raises `TokensUnreachable` where
+Beside the journal, not in it: a standby changes them too, and a reader of old journals finds none. Raises `TokensUnreachable` where
 etcd does not answer; then nothing is known to have changed.
 """
 

@@ -1,7 +1,7 @@
-"""Finds out who is calling, and refuses whoever may not.
+"""Finds out who is calling, and refuses those who are not allowed to.
 
 A caller is recognised by what it presents, in this order: a token (`Authorization: Bearer …`, or the same as gRPC metadata),
-the cookie of a sign-in, a client certificate. Whoever presents nothing on the loopback of the coordinator's machine is
+the cookie of a sign-in, a client certificate. A caller that presents nothing on the loopback of the coordinator's machine is
 recognised by the kernel as the user that owns the connection: the coordinator's own user, and root, are admins, as long as
 the operator has configured no secret; everybody else needs a token. What cannot be known counts for nothing.
 
@@ -269,7 +269,7 @@ class Gatekeeper:
         name = _split(f"//{host}").hostname or ""
         if name in self._rules.hosts:
             return
-        # Whoever is trusted for being on this machine must mean this machine.
+        # A caller that is trusted for being on this machine must mean this machine.
         by_machine = connection.is_loopback and (
             self._rules.trust_loopback or not self._rules.needs_credentials
         )

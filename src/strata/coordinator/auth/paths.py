@@ -1,9 +1,9 @@
 """Which files and buckets the coordinator reads on behalf of whom.
 
-Whoever asks decides, when the reading happens: an admin may have nearly any path read, everybody else only what lies inside
-the operator's `data_roots`. Some places are read for nobody: what the kernel and the machine keep for themselves, hidden
+The caller's role decides, when the reading happens: an admin may have nearly any path read, everybody else only what lies inside
+the operator's `data_roots`. Some places are read for no caller: what the kernel and the machine keep for themselves, hidden
 folders of a home unless a root names them, and the coordinator's own folder, configuration and keys. In that folder lie those
-of its tasks: a task's data is read like any other path, its checkpoints for whoever may have them verified.
+of its tasks: a task's data is read like any other path, its checkpoints for callers that may have them verified.
 
 A path counts as what it leads to, symlinks resolved. What has been opened is checked again by the name the kernel has for
 it, so that a link exchanged in between gains nothing. Reads no contents.
@@ -23,11 +23,11 @@ from strata.errors import StrataError
 from strata.launch.context import CHECKPOINTS_FOLDER, DATA_FOLDER
 
 SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/run/secrets", "/run/credentials")
-"""Read for nobody, whatever is configured: `/var/run` leads to `/run`."""
+"""Read for no caller, whatever is configured: `/var/run` leads to `/run`."""
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure")
 ENV_FILE = ".env"
 HOME_FOLDERS = ("/home", "/Users")
-"""Each folder in them is somebody's home, whether this machine can name them or not."""
+"""Each folder in them is a user's home, whether this machine can name them or not."""
 HOW = (
     'An operator sets data_roots = ["/data", "s3://bucket/prefix"] under [coordinator], or STRATA_DATA_ROOTS.'
 )
@@ -35,7 +35,7 @@ COUNT = "Or pass total_samples: then the coordinator reads nothing."
 
 
 class PathRefused(Forbidden):
-    """The coordinator does not read this for whoever asked."""
+    """The coordinator does not read this for the caller."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message, status=403, hint=hint)
@@ -44,7 +44,7 @@ class PathRefused(Forbidden):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadScope:
     """What is read for one caller. Plain texts, so that it can be handed to another process; `resolved` there, where a
-    file system that hangs holds up nobody else."""
+    file system that hangs holds up no other caller."""
 
     role: str
     roots: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class ReadScope:
     tasks: str = ""
     """The folder of the coordinator's own tasks."""
     checkpoints: bool = False
-    """Whether this is for verifying checkpoints: those of the coordinator's own tasks are verified for anybody here."""
+    """Whether this is for verifying checkpoints: those of the coordinator's own tasks are verified for any caller here."""
 
     def resolved(self) -> ReadScope:
         """The same with symlinks followed, as the checks need it."""

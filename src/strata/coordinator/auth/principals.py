@@ -37,7 +37,7 @@ class Principal:
     credential: str = ""
     """What can be taken away from it: `token ID` or `task ID`."""
     by_link: bool = False
-    """Whether it signed in with a link that somebody else made."""
+    """Whether it signed in with a link that another caller made."""
 
     @property
     def client(self) -> str:
@@ -56,7 +56,7 @@ class Principal:
             )
 
     def require_job(self, job: JobId) -> None:
-        """Refuses whoever is bound to another job; `job` may not exist."""
+        """Refuses a caller that is bound to another job; `job` may not exist."""
         if self.job is not None and job != self.job:
             raise Forbidden(
                 f"This credential is bound to job '{self.job}'; the call is about another one.",

@@ -7,7 +7,7 @@ that `strata token` works beside a running coordinator and without one.
 Several coordinators keep them together (`SharedTokens`, in etcd): a token that one creates or revokes exists, or not, before that is
 answered, and every other brings its own file up to date a second later (`TokenStore.sync`). The file says which tokens it had in
 common with the others when it was last brought up to date: what is in it beyond those was created here meanwhile, and what is
-missing was revoked here, by `strata token --data-dir` say. So neither a token nor its end is lost, whoever was away.
+missing was revoked here, by `strata token --data-dir` say. So neither a token nor its end is lost, whichever coordinator was away.
 
 Not for tokens of the configuration: those are the operator's, who keeps them.
 """
@@ -348,7 +348,7 @@ class TokenStore:
 
 
 def _shared_token(digest: str, body: bytes) -> Token | None:
-    """None for what is no token, or not the one it is kept as: it lets nobody in."""
+    """None for what is no token, or not the one it is kept as: it lets no caller in."""
     try:
         token = msgspec.json.decode(body, type=Token)
     except msgspec.MsgspecError:

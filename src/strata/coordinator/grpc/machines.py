@@ -280,7 +280,8 @@ class Machines:
                 self._refuse(machine, callers, reply)
 
         def not_now(refusal: Unavailable) -> None:
-            machine.end(str(refusal))  # The agent comes back, to whoever leads then, and they arrive again.
+            # The agent comes back, to the coordinator that leads then, and its workers arrive again.
+            machine.end(str(refusal))
 
         try:
             self._engine.post(command, answered)

@@ -110,7 +110,7 @@ class Agents:
     # --- streams --------------------------------------------------------------------------------------------
 
     async def serve(self, context: Context, access: GrpcAccess) -> None:
-        """From the hello to the end, whoever ends it."""
+        """From the hello to the end, whichever side ends it."""
         caller: Principal | None = None
         try:
             caller = access.identify(context)
@@ -189,7 +189,7 @@ class Agents:
                     stream.end()
 
     def end_all(self) -> None:
-        """The coordinator is stopping, which is no loss of anybody: its last tick has been."""
+        """The coordinator is stopping, which is no loss of an agent: its last tick has been."""
         for meeting in self._meetings.values():
             for stream in meeting.streams:
                 stream.end()
@@ -230,7 +230,7 @@ class Agents:
                     meeting.flush = asyncio.get_running_loop().call_later(pause_s, meeting.notify_all)
 
     def _send_away(self, event: HostQuarantined | HostDrainStarted) -> None:
-        """Its machine is out of use, or goes: whoever takes part from there leaves."""
+        """Its machine is out of use, or goes: the agents that take part from there leave."""
         for meeting in self._meetings.values():
             for stream in meeting.streams:
                 if stream.host == event.host:

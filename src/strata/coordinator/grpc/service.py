@@ -408,7 +408,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             failures = tuple(map(conceal.in_failure, command.failures))
             command = replace(command, failures=failures, reason=conceal(command.reason))
         if command.quarantine and caller.job is not None:
-            # Whoever speaks for one job takes only machines out of use that this job is on.
+            # A caller that speaks for one job takes only those machines out of use that this job is on.
             members = (await self.engine.settled()).membership.members.values()
             hosts = {member.spec.hostname for member in members if member.spec.job_id == caller.job}
             command = replace(command, quarantine=all(each.host in hosts for each in command.failures))
@@ -456,7 +456,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> pb.ReportHealthResponse:
         command = wire.report_health(request)
         if caller.job is not None:
-            # Before it joins, no worker of the job is there yet. What such a caller says counts for nobody's median, and takes no
+            # Before it joins, no worker of the job is there yet. What such a caller says counts towards no median, and takes no
             # machine out of use: it says of itself what it is to do.
             examined = (await self.engine.settled()).health.decide_report(command, self.engine.clock.now())
             return pb.ReportHealthResponse(unfit=why_unfit(examined))
@@ -465,7 +465,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         return pb.ReportHealthResponse(unfit=why_unfit(known) if known is not None else "")
 
     async def _speaks_for(self, host: str, caller: Principal) -> None:
-        """Whoever speaks for one job says nothing about machines that this job is not on."""
+        """A caller that speaks for one job says nothing about machines that this job is not on."""
         if caller.job is None:
             return
         members = (await self.engine.settled()).membership.members.values()

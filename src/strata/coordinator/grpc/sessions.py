@@ -49,7 +49,7 @@ TOPOLOGY = "topology"
 
 
 class Outbox:
-    """What waits to be sent on a stream: bounded. Whoever does not read loses the stream."""
+    """What waits to be sent on a stream: bounded. A peer that does not read loses the stream."""
 
     def __init__(self, reader: str) -> None:
         self._reader = reader

@@ -2,7 +2,7 @@
 machines, whose agents speak for their workers.
 
 Heartbeats touch soft state only and arrivals are handed over without waiting. A stream is read no faster than its
-share, so one that floods slows nobody else; one whose peer does not read ends within a second of being over.
+share, so one that floods slows no other; one whose peer does not read ends within a second of being over.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Streams:
         )
 
     async def serve(self, context: Context) -> None:
-        """From the hello to the end, whoever ends it."""
+        """From the hello to the end, whichever side ends it."""
         caller: Principal | None = None
         try:
             caller = self._access.identify(context)
@@ -164,7 +164,7 @@ class Streams:
                 session.push(wire.stale(error))
                 raise
             if weight >= MESSAGES_PER_SECOND * BURST_S:
-                # Back-pressure for whoever sends more in a moment than may come in it.
+                # Back-pressure for a worker that sends more in a moment than may come in it.
                 await asyncio.sleep(pace.take(weight / MESSAGES_PER_SECOND, time.monotonic()))
                 weight = 0
 
@@ -201,7 +201,7 @@ class Streams:
 
     async def _log(self, session: WorkerSession, batch: pb.LogBatch) -> None:
         """Few lines at a time, so that a large batch does not hold up what others say."""
-        # Where a line comes from is for us to say: its sender could claim to be anybody.
+        # Where a line comes from is for us to say: its sender could claim to be any worker.
         task_id = "" if session.job_id == DEFAULT_JOB else session.job_id
         count = min(len(batch.entries), LOG_LINES_PER_BATCH)
         lost = len(batch.entries) - count + batch.dropped
@@ -290,7 +290,8 @@ class Streams:
 
         def not_now(refusal: Unavailable) -> None:
             wait.close()
-            session.end(str(refusal))  # The worker comes back, to whoever leads then, and arrives again.
+            # The worker comes back, to the coordinator that leads then, and arrives again.
+            session.end(str(refusal))
 
         try:
             wait = self._sessions.waits.open(session.worker_id, deliver, owner=session)
@@ -304,6 +305,6 @@ class Streams:
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """gRPC's errors on a stream that has ended are no news, also when nobody is left to read them."""
+    """gRPC's errors on a stream that has ended are no news, also when no task is left to read them."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
 """Callers that wait for a barrier to end: each is notified exactly once, or has left.
 
-Whoever stops waiting closes its wait, so nothing is kept for callers that have left, and one worker can hold only
+A caller that stops waiting closes its wait, so nothing is kept for callers that have left, and one worker can hold only
 so many. Runs on the event loop.
 """
 

@@ -245,7 +245,7 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _redirect(refusal: Standby, scope: Scope) -> Response:
-    """To whoever leads, with the same method and body; for later, where nobody does."""
+    """To the coordinator that leads, with the same method and body; for later, where none does."""
     if refusal.leader is None:
         return json_response(_error_body(refusal), status=503, headers={"Retry-After": "1"})
     query = scope["query_string"].decode("latin-1")
@@ -263,7 +263,7 @@ def _refusal(refusal: Forbidden) -> Response:
 
 
 async def _discard(receive: Receive) -> None:
-    """Take the rest of a body that is too large, within bounds: whoever is still sending would not read the answer."""
+    """Take the rest of a body that is too large, within bounds: a client that is still sending would not read the answer."""
     taken = 0
     until_s = asyncio.get_running_loop().time() + DISCARD_S
     with suppress(TimeoutError):

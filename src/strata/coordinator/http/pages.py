@@ -2,8 +2,8 @@
 
 A page is serialized once and handed to every reader until it is old: at once when a durable batch changed
 something, and otherwise after a moment, since heartbeats change soft state all the time. A page that is dear to
-make is made for no more than a third of the time, however much happens; whoever asks in between waits for the
-next one, so nobody reads what was true before they asked. So two hundred browsers cost little more than one.
+make is made for no more than a third of the time, however much happens; a reader that asks in between waits for the
+next one, so none reads what was true before it asked. So two hundred browsers cost little more than one.
 """
 
 from __future__ import annotations

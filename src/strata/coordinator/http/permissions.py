@@ -1,8 +1,8 @@
 """What each call of the HTTP API needs: a role, and whose job it is about.
 
-Reading needs a viewer and changing an operator, unless the table says otherwise. A call about one job may be made by whoever
-is bound to it; all others need a credential that is bound to none. Asked before a body is read, for every path there is, so
-that nobody learns without a credential which paths exist. Pure.
+Reading needs a viewer and changing an operator, unless the table says otherwise. A call about one job may be made by a caller
+that is bound to it; all others need a credential that is bound to none. Asked before a body is read, for every path there is, so
+that no caller learns without a credential which paths exist. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strata.core.messages import JobId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     role: Role | None
-    """None: nobody has to say who they are."""
+    """None: no caller has to say who it is."""
     fleet: bool = True
     """Whether it shows or changes more than one job."""
     job: JobId | None = None

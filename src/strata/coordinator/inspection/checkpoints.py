@@ -1,7 +1,7 @@
 """Re-hashing a registered checkpoint on behalf of the API: is every byte what was saved?
 
-Files are read in processes of their own, a few checkpoints at a time, only through their manifests, and only where whoever
-asks may have files read (`auth.paths`); nothing is changed, opened or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
+Files are read in processes of their own, a few checkpoints at a time, only through their manifests, and only where the
+caller may have files read (`auth.paths`); nothing is changed, opened or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
 asks again for the outcome.
 """
 
@@ -53,7 +53,7 @@ class VerificationView:
 
 
 class Verifications:
-    """What is being verified now, and outcomes that nobody has asked for yet."""
+    """What is being verified now, and outcomes that no caller has asked for yet."""
 
     def __init__(self, processes: InspectionProcesses, rules: ReadRules | None = None) -> None:
         self._processes = processes
@@ -138,7 +138,7 @@ class Verifications:
 
 def _retrieve_exception(ended: asyncio.Task[VerificationView]) -> None:
     if not ended.cancelled():
-        ended.exception()  # Whoever asked may have left.
+        ended.exception()  # The caller may have left.
 
 
 def _missing_file(record: CheckpointRecord, reason: str) -> DamageView:

@@ -85,7 +85,7 @@ class DatasetInspection:
     def _counted(self, key: tuple[str, str, ReadScope], ended: asyncio.Task[Counted]) -> None:
         del self._counting[key]
         if not ended.cancelled():
-            ended.exception()  # Nobody may be waiting any more; then nobody needs to know.
+            ended.exception()  # The callers may have left; then none needs to know.
 
     async def preview(
         self,

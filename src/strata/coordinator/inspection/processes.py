@@ -1,6 +1,6 @@
 """Work on files that a client has named, each in a process of its own (`child`), within limits.
 
-One at a time for each client, and a few altogether. Nobody waits for ever: the limit of time is for reading, and waiting for a
+One at a time for each client, and a few altogether. No caller waits for ever: the limit of time is for reading, and waiting for a
 turn and for the process to start have their own. A coordinator that stops waits for none of them. However such a process ends, its
 slot is free again and its caller learns what happened. It gets no environment but what reading needs: credentials of object
 stores are there, the coordinator's own secrets are not.

@@ -1,7 +1,7 @@
 """A journal copied from one place to another: a coordinator's folder, or etcd.
 
-Nobody may be using either; the target must be empty. It is written as one snapshot, which exists as a whole or not at all, and read
-back: what it leads to is what the source leads to.
+No coordinator may be using either; the target must be empty. It is written as one snapshot, which exists as a whole or not at all, and
+read back: what it leads to is what the source leads to.
 """
 
 from __future__ import annotations

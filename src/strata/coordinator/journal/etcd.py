@@ -13,8 +13,8 @@
 
 `append` returns when a majority of etcd's members has the events on disk. An answer that is lost is found out by sending the same
 record again, which cannot be written twice. A snapshot exists from the moment `snapshot` names it; then the one before it goes, and
-with it the records that it summed up, which are also cleared from etcd's own history. What is left of a snapshot that nobody
-finished goes with the next.
+with it the records that it summed up, which are also cleared from etcd's own history. What is left of a snapshot that was
+never finished goes with the next.
 
 Needs etcd 3.4 or later. Records and pieces are at most 1 MiB, below what a member takes by default.
 """
@@ -165,11 +165,11 @@ class LogChange:
     revision: int
     record: Record | None = None
     leader: Leader | None = None
-    """Who leads now, where `record` is none; nobody, where this is none too."""
+    """Who leads now, where `record` is none; no coordinator, where this is none too."""
 
 
 class EtcdLog:
-    """The requests, one method for each. Raises `ConnectionError` where nobody answers: then nobody knows what has happened."""
+    """The requests, one method for each. Raises `ConnectionError` where etcd does not answer: then it is unknown what has happened."""
 
     def __init__(self, location: EtcdLocation, *, timeout_s: float) -> None:
         self.location = location
@@ -390,7 +390,7 @@ class EtcdLog:
         return 0
 
     def compact(self, revision: int) -> None:
-        with suppress(EtcdRefused):  # Somebody else has, further.
+        with suppress(EtcdRefused):  # Another coordinator has, further.
             self.client.post("kv/compaction", {"revision": str(revision)})
 
     # --- further --------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class EtcdLog:
 
 
 class EtcdJournal:
-    """See `Journal`. One that nobody leads with can be loaded and followed; `lead` makes it one to append to."""
+    """See `Journal`. One that does not lead can be loaded and followed; `lead` makes it one to append to."""
 
     def __init__(self, location: EtcdLocation, space: Space, *, timeout_s: float = 2.0) -> None:
         self.location = location
@@ -561,7 +561,7 @@ class EtcdJournal:
             self._log_bytes += len(record.body)
 
     def pointed(self, pointer: Pointer) -> None:
-        """A snapshot counts that somebody has written: what it sums up is no longer needed."""
+        """A snapshot counts that some coordinator has written: what it sums up is no longer needed."""
         with self._counting:
             while self._since_snapshot and self._since_snapshot[0][0] <= pointer.position:
                 self._log_bytes -= self._since_snapshot.popleft()[1]
@@ -622,7 +622,7 @@ class EtcdJournal:
         return EtcdSnapshot(self, self._leading(), self._snapshots)
 
     def sizes(self) -> JournalSizes:
-        """Of what whoever starts has to read. How much space etcd takes for it, its own metrics say."""
+        """Of what a coordinator that starts has to read. How much space etcd takes for it, its own metrics say."""
         return JournalSizes(
             file_bytes=self._log_bytes + self._snapshot_bytes,
             story_bytes=self._log_bytes,
@@ -647,7 +647,7 @@ class EtcdJournal:
     def clear_before(self, name: str) -> None:
         """What the snapshot that counts has made superfluous."""
         position, revision = self._before
-        # Earlier ones alone, so that a request that arrives late takes nothing of a later one. Whoever reads the one before reads it as
+        # Earlier ones alone, so that a request that arrives late takes nothing of a later one. A reader of the one before reads it as
         # of its revision, and a standby that is a little behind finds its records.
         self._change(
             [
@@ -811,7 +811,7 @@ def hold(journal: EtcdJournal, *, name: str, lease_s: float = HELD_S) -> Iterato
 class EtcdSpace:
     """How much of etcd's quota is left, where its members say so; and the disk beside it, which is never too full for the journal.
 
-    Full is what has less left than the mark; closed what raised etcd's alarm, after which it takes nothing until somebody disarms it.
+    Full is what has less left than the mark; closed what raised etcd's alarm, after which it takes nothing until an operator disarms it.
     """
 
     def __init__(self, beside: Space, log: EtcdLog) -> None:
@@ -859,7 +859,7 @@ class EtcdSpace:
             self._size_bytes, is_closed = self._log.usage()
         except FAILURES:
             return  # What was known last counts.
-        if self.is_full or not self._is_quota_asked_for:  # Somebody may raise it.
+        if self.is_full or not self._is_quota_asked_for:  # An operator may raise it.
             self._is_quota_asked_for = True
             self._quota_bytes = self._log.quota_bytes() or self._quota_bytes
         free_bytes = self._quota_bytes - self._size_bytes

@@ -48,7 +48,7 @@ class JournalSpace(Protocol):
 
     @property
     def is_blocked(self) -> bool:
-        """A write waits for space: what was decided last is not durable, and nobody may see it."""
+        """A write waits for space: what was decided last is not durable, and no reader may see it."""
         ...
 
     @property

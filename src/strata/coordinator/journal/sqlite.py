@@ -6,7 +6,7 @@ newest that was completed and then every event after it. Older events are kept f
 values without their bodies: however often a value is overwritten, the file stays as large as the state and the story are.
 
 A write that fails for lack of space is repeated once with the reserve (`space`) released. Nothing else is ever repeated: after
-a failed fsync nobody knows what the disk holds. A snapshot leaves the reserve, and the space that changes need, alone.
+a failed fsync it is unknown what the disk holds. A snapshot leaves the reserve, and the space that changes need, alone.
 
 One writer at a time: a lock on the data directory refuses a second coordinator. Not safe for concurrent
 calls; the engine makes one call at a time.
@@ -354,7 +354,7 @@ def _decode(path: Path, kind: str, body: bytes) -> Event:
 
 
 def open_privately(path: Path) -> None:
-    """Before SQLite opens a database: nobody else may read it, nor what SQLite puts beside it, which gets the same mode."""
+    """Before SQLite opens a database: no other user may read it, nor what SQLite puts beside it, which gets the same mode."""
     make_file_private(path)
     for suffix in ("-wal", "-shm"):
         beside = path.with_name(path.name + suffix)

@@ -1,6 +1,6 @@
 """The log on disk: one SQLite file with a writer thread of its own (`database_writer`), bounded by size and by age.
 
-Whoever has entries hands them over and continues; they are on disk a moment later, and outlive a `kill -9` from then on.
+Callers hand entries over and continue; the entries are on disk a moment later, and outlive a `kill -9` from then on.
 When more comes than the disk takes, entries are refused and counted, never waited for. Searches read on connections of
 their own, outside the interpreter's lock, and are ended when they take too long.
 

@@ -1,6 +1,6 @@
 """The log of the whole fleet: structured entries that can be searched and followed, in memory and on disk.
 
-Lines arrive from workers, tasks and the coordinator itself; they are data, tidied as they come in. Whoever sends more
+Lines arrive from workers, tasks and the coordinator itself; they are data, tidied as they come in. A sender of more
 than its share loses lines by policy: debug and info first, so that a flood does not hide the error behind it. What was
 dropped is counted and said in the log itself, never silently. The newest entries are in a bounded ring, all that are
 kept in the archive; a question that the ring can answer does not touch the disk. Runs on the event loop and never waits.
@@ -205,7 +205,7 @@ class LogStore:
             return
         now_s = time.time()
         messages = self._tidy.all([line.message for line in lines])
-        # Numbers follow the clock, over restarts too, so that whoever follows the log never waits for them.
+        # Numbers follow the clock, over restarts too, so that a reader that follows the log never waits for them.
         number = max(self._number, time.time_ns() // 1_000)
         entries = [
             LogView(

@@ -1,7 +1,7 @@
 """The coordinator's metrics over OTLP, for those who run an OpenTelemetry collector. Optional.
 
 What `/metrics` shows is sent, under the same names, every few seconds. The event loop takes a snapshot; a thread of the
-SDK sends it, so a collector that is away costs nobody anything but its metrics. Of a histogram its count and sum are
+SDK sends it, so a collector that is away costs nothing but its metrics. Of a histogram its count and sum are
 sent.
 """
 

@@ -7,12 +7,12 @@ When the file is full, the finest level of the oldest values is removed, then th
 stays; last of all, whole runs, that which was longest silent first.
 
 Batches of a start are numbered from 1 on: those that never came here are known (`gaps`), and said. What other coordinators have
-kept is taken in beside (`take_in`), with how far their streams have been read: each batch once, whoever brings it, and at its
+kept is taken in beside (`take_in`), with how far their streams have been read: each batch once, wherever it comes from, and at its
 place among the steps, however late.
 
 Values belong to one start of a run. Which of them are committed is decided by `core.telemetry.branches` when they are read.
 
-Whoever has a batch hands it over and continues. One thread writes (`database_writer`); reading happens on other threads, each
+A caller hands a batch over and continues. One thread writes (`database_writer`); reading happens on other threads, each
 with a connection of its own and one consistent view of the file. Nothing is kept in memory beside batches that wait for the
 disk, of which there are a bounded number of bytes. Who reports what is for callers to say: a run is kept for each job that
 reports it, and those that are asked for are put together.

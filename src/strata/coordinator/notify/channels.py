@@ -83,7 +83,7 @@ def message(channel: Channel, notification: Notification, link: str = "") -> dic
             return {"text": "\n".join(lines + ([f"<{link}|Open the run>"] if link else []))}
         case "discord":
             embed = {"title": title[:250], "description": text, "color": COLOURS[notification.severity]}
-            # Names of runs come from elsewhere: they must not call anybody.
+            # Names of runs come from elsewhere: they must not become mentions.
             return {
                 "username": "Strata",
                 "embeds": [embed | ({"url": link} if link else {})],

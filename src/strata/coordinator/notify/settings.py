@@ -46,7 +46,7 @@ class Channel:
     name: str
     kind: Kind
     url: str = field(default="", repr=False)
-    """Of a webhook: whoever knows it may post there."""
+    """Of a webhook: anyone who knows it may post there."""
     secret: str = field(default="", repr=False)
     """Signs what a generic webhook is sent."""
     host: str = ""

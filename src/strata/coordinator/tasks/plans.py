@@ -90,8 +90,8 @@ class Planner:
         )
 
     def plan_to_take_up(self, task: Task) -> LaunchPlan:
-        """Of an attempt that somebody has started: by what it is found. Its program, its arguments and its secrets may be known to whoever
-        has started it alone."""
+        """Of an attempt that some coordinator has started: by what it is found. Its program, its arguments and its secrets may be
+        known to that one alone."""
         secrets: tuple[str, ...] = ()
         with suppress(LaunchFailed):
             secrets = tuple(self.secrets.read(task.spec.task_id).values())

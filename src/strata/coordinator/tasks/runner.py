@@ -109,7 +109,7 @@ class TaskRunner:
         """By attempt of another coordinator: when it was first seen that it is to stop."""
         self._attended: frozenset[str] = frozenset()
         self._missed_mono_s: dict[str, float] = {}
-        """By coordinator, as in `Task.where`: since when nobody looks after what it has started."""
+        """By coordinator, as in `Task.where`: since when no coordinator looks after what it has started."""
         engine.listeners.append(self._committed)
 
     async def run(self) -> None:
@@ -247,8 +247,8 @@ class TaskRunner:
             self._post(NoteWhereabouts(task_id=task.spec.task_id, attempt=task.attempt, reason=reason))
 
     def _give_up_if_silent(self, cluster: Cluster, task: Task) -> None:
-        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing reports it, and nobody
-        ends it, its machine is lost; should it come back, what is left of the attempt is ended there."""
+        """An attempt on the machine of another coordinator is that one's to end. If it is to stop, nothing reports it, and no
+        coordinator ends it, its machine is lost; should it come back, what is left of the attempt is ended there."""
         if not task.stopping or self._report_end is not None:
             return
         members, job = cluster.membership, JobId(task.spec.task_id)
@@ -316,7 +316,7 @@ class TaskRunner:
                 )
             )
         except (Refused, StorageFull):
-            return  # Somebody stopped it in between, or it begins when there is space.
+            return  # It was stopped in between, or it begins when there is space.
         cluster = await self._engine.settled()
         task = cluster.tasks.get(task_id)
         try:
@@ -358,7 +358,7 @@ class TaskRunner:
         ending.add_done_callback(self._endings.discard)
 
     async def _end_when_logged(self, task_id: TaskId, attempt: int, cause: ExitCause | None) -> None:
-        """Nobody reads the output of an attempt that is over: what it said must not be lost with this process."""
+        """The output of an attempt that is over is not read again: what it said must not be lost with this process."""
         await self._logs.flush()
         end = EndAttempt(task_id=task_id, attempt=attempt, cause=cause)
         if self._report_end is not None:
@@ -377,7 +377,7 @@ class TaskRunner:
             reports = [r for w in workers if (r := cluster.membership.reports.get(w)) is not None]
             total = max((int(r.metrics.get(TOTAL_STEPS, 0.0)) for r in reports), default=0)
             if total <= 0:
-                continue  # Nobody has said anything yet, or has just been started anew.
+                continue  # No worker has said anything yet, or they have just been started anew.
             step = max(r.step for r in reports)
             seen = (task.step, task.total_steps, task.worker_ids, task.progressed_attempt)
             if seen != (step, total, workers, task.attempt):

@@ -1,4 +1,4 @@
-"""Values of tasks that are secret: kept in a file beside the task, handed to its processes, shown to nobody.
+"""Values of tasks that are secret: kept in a file beside the task, handed to its processes, never shown.
 
 Everywhere else (journal, API, events, logs, `task.json`) such a value is `(secret)`. The file is in the task's folder, which
 only this user may enter, from before the task is known until it has completed; a task that failed or was stopped may run again.

@@ -159,7 +159,7 @@ class EpochCommit:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> EpochCommit:
         ranks = {int(rank): _runs_from_json(runs) for rank, runs in record["ranks"].items()}
-        # Refused here, not when somebody adds it up.
+        # Refused here, not when it is added up.
         expanded(run for runs in ranks.values() for run in runs)
         epoch, count = _count_from_json(record["epoch"]), _count_from_json(record.get("count", 1))
         if count < 1 or epoch + count > MAX_POSITION:
@@ -284,7 +284,7 @@ class LedgerChain:
     def _start(self, base: DataCommit, *, base_known: bool, base_id: str | None = None) -> None:
         self.base = base
         self.base_id = base_id
-        """The base's checkpoint; None: the beginning, or (`base_known` False) one whose id nobody gave."""
+        """The base's checkpoint; None: the beginning, or (`base_known` False) one whose id was not given."""
         self.base_known = base_known
         self._passed: tuple[
             str, ...

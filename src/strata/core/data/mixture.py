@@ -544,14 +544,14 @@ def _rescaled(weights: tuple[Fraction, ...], given: Mapping[int, float]) -> tupl
     exact = {i: _exact(weight) for i, weight in given.items()}
     rest = 1 - sum(exact.values())
     others = sum(weight for i, weight in enumerate(weights) if i not in exact)
-    if not others:  # Nobody is there to take the rest.
+    if not others:  # No source is there to take the rest.
         new = [exact.get(i, Fraction(0)) for i in range(len(weights))]
         return _shares(new) if any(new) else weights
     return tuple(exact[i] if i in exact else weight * rest / others for i, weight in enumerate(weights))
 
 
 def _parts(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers in the proportion of the weights, as exactly as `UNITS` allow; nobody with a weight is left out."""
+    """Whole numbers in the proportion of the weights, as exactly as `UNITS` allow; no source with a weight is left out."""
     shares = _shares(weights)
     denominator = math.lcm(*(share.denominator for share in shares))
     if denominator <= UNITS:

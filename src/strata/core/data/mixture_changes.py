@@ -31,7 +31,7 @@ def board_key(job: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Somebody wants other weights from a step on."""
+    """A user wants other weights from a step on."""
 
     number: int
     """From 1, in the order they were made."""

@@ -9,7 +9,7 @@ Guarantees, for any sequence of joins, leaves and finished shards:
 * **Deterministic.** The same history gives the same plan on every machine and in every process.
 
 Placement follows a consistent-hash ring with bounded load: a shard belongs to the next worker clockwise that
-still has capacity. The first plan is the same step as every other one, starting from shards that nobody owns.
+still has capacity. The first plan is the same step as every other one, starting from shards that no worker owns.
 Pure, and vectorised over shards. Knows nothing of datasets, epochs or progress beyond the two masks it is given.
 """
 
@@ -44,7 +44,7 @@ class ShardPlan:
     workers: tuple[str, ...]
     """The live workers, sorted."""
     owners: Owners
-    """Per shard an index into `workers`, then into `former`; -1 is nobody."""
+    """Per shard an index into `workers`, then into `former`; -1 is no worker."""
     former: tuple[str, ...] = ()
     """Workers that left but still have finished shards to their name, sorted."""
     salt: str = ""
@@ -79,14 +79,14 @@ class Moves:
 
     shards: Ids
     to: Owners
-    """Per shard an index into `names`; -1 is nobody."""
+    """Per shard an index into `names`; -1 is no worker."""
     names: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def by_owner(self) -> dict[str, list[int]]:
-        """Shard ids grouped by the name of their new owner ('' is nobody): the form to write down."""
+        """Shard ids grouped by the name of their new owner ('' is no worker): the form to write down."""
         order = np.argsort(self.to, kind="stable")
         owners, starts = np.unique(self.to[order], return_index=True)
         groups = np.split(self.shards[order], starts[1:])
@@ -110,7 +110,7 @@ class Moves:
 
 
 def first_plan(workers: Sequence[str], shard_count: int, *, salt: str = "") -> ShardPlan:
-    """The plan of a dataset nobody has read from. `salt` (the dataset's id) decorrelates datasets."""
+    """The plan of a dataset that no worker has read from. `salt` (the dataset's id) decorrelates datasets."""
     if shard_count < 0:
         raise ValueError(f"shard_count must not be negative, got {shard_count}")
     nobody = ShardPlan(version=0, workers=(), owners=np.full(shard_count, UNOWNED, np.int32), salt=salt)
@@ -185,7 +185,7 @@ def _names(plan: ShardPlan, live: tuple[str, ...]) -> tuple[str, ...]:
 def _translate(owners: Owners, names: Sequence[str], into: Sequence[str]) -> Owners:
     """The same owners as indices into another list of names."""
     index = {name: i for i, name in enumerate(into)}
-    # One more entry for nobody: index -1 reads the last.
+    # One more entry for no worker: index -1 reads the last.
     table = np.array([*(index.get(name, STRANGER) for name in names), UNOWNED], np.int32)
     return table[owners]
 
@@ -249,7 +249,7 @@ def _surplus(owners: Owners, kept: Mask, in_progress: Mask, held: Ids, quota: Id
 
 
 def _place(shards: Ids, live: Sequence[str], capacity: Ids, *, salt: str) -> Owners:
-    """Each shard to the next worker clockwise with capacity left; nobody when there are no workers."""
+    """Each shard to the next worker clockwise with capacity left; to none when there are no workers."""
     placed = np.full(len(shards), UNOWNED, np.int32)
     if not len(shards) or not live:
         return placed

@@ -117,7 +117,7 @@ class Failure:
     at_s: float = 0.0
     """When it was noticed, or raised where that is known; wall-clock time of its machine."""
     exit_code: int | None = None
-    """Negative: the signal that ended it. None: nobody has seen it end."""
+    """Negative: the signal that ended it. None: its end was not seen."""
     error: WorkerError | None = None
     """What it reported itself."""
     oom_killed: bool = False
@@ -281,7 +281,7 @@ def is_corrupting(failure: Failure) -> bool:
 
 
 def first_failing(failures: Sequence[Failure]) -> Failure | None:
-    """Who failed first by itself; where nobody did, who was hit first.
+    """Who failed first by itself; where none did, who was hit first.
 
     One that a signal killed is why others have failed, and never the reverse: it comes before errors, which may be late
     to say that they are about it.

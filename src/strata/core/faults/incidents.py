@@ -3,7 +3,7 @@
 An incident is opened by the first that knows of a failure: the agent of the machine, which sees the process end; else the
 coordinator, which loses the worker; else the recovery itself. What others report of the same failure is added to it, and who failed
 first and how is decided anew from all of it (`strata.core.faults.failures`). It is closed when the run has recovered, has stopped, or
-has failed again. Ranks that hang and that nobody ends are one as well, closed when the run makes steps again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
+has failed again. Ranks that hang and are not ended are one as well, closed when the run makes steps again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
 
 Pure: decides without changing, applies without deciding. The newest are kept, the oldest dropped.
 """
@@ -136,7 +136,7 @@ class Incidents:
     # --- reading --------------------------------------------------------------------------------------------
 
     def shown(self, job: str | None = None, *, by_launch: bool = True) -> list[IncidentView]:
-        """Newest first; of a job, or where none has that name and it is allowed, of a launch: anybody may call a launch so."""
+        """Newest first; of a job, or where none has that name and it is allowed, of a launch: any user may call a launch so."""
         newest = list(reversed(self.records.values()))
         found = [one for one in newest if job is None or one.reported.job_id == job]
         if not found and by_launch:
@@ -261,13 +261,13 @@ class Incidents:
         return [replace(opened, decision=before.decision, reason=before.reason)]
 
     def decide_recovery(self, recorded: RecoveryRecorded, cost: Cost, now: Instant) -> list[Event]:
-        """A run has recovered: from its newest incident, or from one that nobody has reported."""
+        """A run has recovered: from its newest incident, or from one that was not reported."""
         newest = self._newest(recorded.job_id)
         events: list[Event] = []
         if newest is None or (newest.closed is not None and newest.closed.outcome != "stopped"):
             if recorded.world_after > recorded.world_before > 0:
-                return []  # It grew: others joined, and nobody was lost.
-            # Whoever is lost is reported by an agent, or lost by the coordinator. Others have left.
+                return []  # It grew: others joined, and no worker was lost.
+            # A worker that is lost is reported by an agent, or lost by the coordinator. Others have left.
             shrank = recorded.world_after < recorded.world_before
             failures = [Failure(at_s=now.wall_s, left=LEFT)] if shrank else []
             opened = self._opened(recorded.job_id, failures, now, number=self.count + 1)
@@ -484,7 +484,7 @@ class Incidents:
         )
 
     def _known(self, job: JobId, *, seen: bool = False) -> set[tuple[str, int]]:
-        """The processes whose end is in an incident of the job; only those that somebody has `seen` end."""
+        """The processes whose end is in an incident of the job; with `seen`, only those whose end was seen."""
         return {
             (failure.host, failure.pid)
             for incident in self.records.values()
@@ -650,7 +650,7 @@ def _rank(worker_id: str) -> int | None:
 
 
 def _pid(spec: WorkerSpec) -> int:
-    """As an elastic job registers it; 0 where nobody has said."""
+    """As an elastic job registers it; 0 where it is not known."""
     text = spec.metadata.get("pid", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 

@@ -106,7 +106,7 @@ class Restarts:
         others_continue: bool = False,
         can_quarantine: bool = False,
     ) -> Verdict:
-        """An attempt has failed; `first` is the worker to blame, None where nobody knows. `now_s` is monotonic. `can_quarantine`:
+        """An attempt has failed; `first` is the worker to blame, None where that is not known. `now_s` is monotonic. `can_quarantine`:
         there is a coordinator that keeps machines out of use."""
         if can_quarantine and self.policy.gpu == "continue" and first is not None and is_corrupting(first):
             # Others have checked it: a run there computes wrong results without noticing.

@@ -11,7 +11,7 @@ A retried arrival (same `call_id`) counts once, and one that comes back after th
 when the next round is open already; a new `call_id` from someone who was in the last round opens the next. A
 call without an id counts as a retry only of a release that the same incarnation was part of.
 
-Arrivals are soft and outcomes are hard: after a restart of the coordinator whoever waits arrives again.
+Arrivals are soft and outcomes are hard: after a restart of the coordinator every worker that waits arrives again.
 Pure: time arrives as `now`. Knows membership, not sessions.
 """
 
@@ -142,7 +142,7 @@ class Barriers:
     ) -> Iterator[BarrierBroken]:
         """Barriers that end because the members of a job have changed, which has been applied already.
 
-        `lost` is who has failed, left or been replaced, if somebody has.
+        `lost` is the member that has failed, left or been replaced, if one has.
         """
         for barrier in [b for key, b in self.open.items() if key[0] == job]:
             if lost is not None and (barrier.generation or _needs(barrier, lost, membership)):

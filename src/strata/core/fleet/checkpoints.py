@@ -3,7 +3,7 @@
 A completed checkpoint is final: a repeated notice of it is accepted, a different one under the same id is a
 conflict. Removal by retention takes it out of what a recovery may use but leaves its data position in the
 history, because the proof that every sample was trained exactly once needs the whole chain. Notices can be lost on the
-way, so whoever owns a run also reports which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
+way, so the owner of a run also reports which of its checkpoints exist at all: the registry then follows (`decide_reconcile`).
 Pure. Bytes live elsewhere; what is kept here can be rebuilt from the manifests.
 """
 

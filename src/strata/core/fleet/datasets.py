@@ -4,8 +4,8 @@ A plan is made when a dataset or a member appears, and every later version start
 the members stay the same, so does the plan. A new epoch begins with the plan of the last: when a reader asks
 for its shards, or else with the first checkpoint trained on it. What is committed (how far each shard got,
 according to the checkpoint a recovery would use) decides which shards are finished and where an unfinished one
-begins for whoever reads it next. Only the last few epochs of a dataset keep a plan; an older one is made anew
-when somebody asks.
+begins for its next reader. Only the last few epochs of a dataset keep a plan; an older one is made anew
+when it is asked for.
 Pure. Reads no files: paths and counts arrive with the registration.
 """
 
@@ -90,7 +90,7 @@ class Datasets:
         self.plans: dict[PlanKey, PlanEntry] = {}
         self._commits: dict[JobId, DataCommit] = {}
         self._done: dict[PlanKey, Done | None] = {}
-        """What the commits say, per shard, as far as somebody asked."""
+        """What the commits say, per shard, as far as it was asked for."""
         self.reported: dict[PlanKey, dict[int, int]] = {}
         """Soft: how far readers say they are, beyond what a checkpoint has committed."""
         self.read_by_shard: set[tuple[JobId, DatasetId]] = set()
@@ -188,7 +188,7 @@ class Datasets:
         )
 
     def decide_grant(self, dataset_id: DatasetId, job: JobId, now: Instant) -> DatasetRegistered | None:
-        """A task was given the dataset: its job may read it, whoever else may."""
+        """A task was given the dataset: its job may read it, whichever others may."""
         spec = self.get(dataset_id)
         return None if spec.is_for(job) else self._decide_share(spec, (job,), now)
 
@@ -286,7 +286,7 @@ class Datasets:
         )
 
     def _base(self, key: PlanKey) -> tuple[ShardPlan, int]:
-        """The plan a new version starts from, and its epoch: its own, else the one opened last, else nobody's."""
+        """The plan a new version starts from, and its epoch: its own, else the one opened last, else one without owners."""
         if key in self.plans:
             return self.plans[key].plan, key[2]
         epochs = self.epochs(key[0], key[1])
@@ -338,7 +338,7 @@ class Datasets:
         self.reported = {key: shards for key, shards in self.reported.items() if key[0] != job}
 
     def forget(self, job: JobId) -> None:
-        """Nobody is in the job any more, and has not been for long."""
+        """No worker is in the job any more, and has not been for long."""
         self.dirty_jobs.discard(job)
         self.read_by_shard = {key for key in self.read_by_shard if key[0] != job}
         for key in [key for key in self.plans if key[0] == job]:

@@ -2,7 +2,7 @@
 
 A machine is drained by a person, or because its cloud has announced that it will be taken away. Its agents are asked to save and leave
 before the deadline; each says what became of its run (a **handover**). The machine is drained when all that were there have said so, or
-when the deadline has passed, whichever comes first: nobody may count on it after that. It takes part in nothing until the drain is
+when the deadline has passed, whichever comes first: no run may count on it after that. It takes part in nothing until the drain is
 cancelled. What a run has really lost is known when the others have continued: their recovery completes the handover.
 
 Journaled: a restart of the coordinator changes nothing. Pure: time arrives as `now`.
@@ -170,7 +170,7 @@ class Drains:
         return HostUndrained(host=command.host, reason=f"cancelled by {command.by}", at_s=now.wall_s)
 
     def decide_handover(self, command: ReportHandover, job: JobId, now: Instant) -> list[Event]:
-        """An agent leaves, and says what became of its run. Also one whose machine nobody has asked to go."""
+        """An agent leaves, and says what became of its run. Also one whose machine was not asked to go."""
         checks.name("host", command.host)
         checks.text("reason", command.reason, limit=REASON_LIMIT)
         checks.name("node", command.node)

@@ -7,8 +7,8 @@ Guarantees:
 * Every change of a job's member set is a **generation**. Numbers grow over the whole coordinator, so two jobs
   never share one and a restart never repeats one.
 * `admit` refuses any call of a stale incarnation or generation, whatever it asks. The refusal's `cause` says whether the
-  caller was superseded, and should stop, or may register again. A registration that arrives late supersedes nobody, and brings
-  nobody back who has left.
+  caller was superseded, and should stop, or may register again. A registration that arrives late supersedes no worker, and brings
+  none back that has left.
 * A **run** has one live fleet: its generations only grow, and another run cannot take the name of a job that is live.
 
 Liveness is soft: `Pulse` holds a worker's last heartbeat, on the monotonic clock, and is not journaled.
@@ -105,8 +105,8 @@ class Pulse:
 class Reports(Mapping[WorkerId, Report]):
     """What each worker said last about itself.
 
-    One that came unread is read, and checked, when somebody looks at it; one that is replaced before costs nothing, and one
-    that nobody can make sense of is not taken.
+    One that came unread is read, and checked, when it is looked at; one that is replaced before costs nothing, and one
+    that makes no sense is not taken.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Membership:
         )
 
     def _former(self, command: RegisterWorker) -> tuple[str, ...]:
-        """The earlier registrations of whoever makes this one."""
+        """The earlier registrations of the worker that makes this one."""
         known = self.members.get(command.spec.worker_id)
         former = _registrations(known) if known is not None else self.departed.get(command.spec.worker_id, ())
         return tuple(each for each in former if each != command.registration_id)
@@ -424,7 +424,7 @@ class Membership:
             origin=event.origin or event.incarnation,
         )
         if (roster := self._rosters.get(event.spec.job_id)) is not None and worker_id not in roster:
-            roster[worker_id] = len(roster)  # Newcomers sit down last: nobody else's rank changes.
+            roster[worker_id] = len(roster)  # Newcomers sit down last: no other rank changes.
         self.runs.joined(event.spec)
         self.pulses[worker_id] = Pulse(last_heartbeat_mono_s=now.mono_s, last_heartbeat_wall_s=event.at_s)
         self.reports.forget(worker_id)
@@ -437,7 +437,7 @@ class Membership:
         self.job_changes[job] = self.job_changes.get(job, 0) + 1
 
     def forget_empty_jobs(self) -> list[JobId]:
-        """Jobs that nobody is in any more are remembered for a while; returns those that no longer are."""
+        """Jobs that no worker is in any more are remembered for a while; returns those that no longer are."""
         if len(self.job_generations) <= EMPTY_JOBS_KEPT:
             return []
         jobs = {member.spec.job_id for member in self.members.values()}
@@ -459,7 +459,7 @@ class Membership:
         self.reports.put(beat.worker_id, beat.report)
 
     def take_heartbeats(self, folded: HeartbeatsFolded, now: Instant) -> None:
-        """Whoever says something odd about itself is alive all the same: see `Reports`."""
+        """A worker that says something odd about itself is alive all the same: see `Reports`."""
         for worker_id, incarnation, report in folded.beats:
             member = self.members.get(worker_id)
             if member is None or member.incarnation != incarnation or member.state != "active":
@@ -501,7 +501,7 @@ class Membership:
         self.failed_mono_s = dict.fromkeys(self.failed_mono_s, now.mono_s)
 
     def credit_stall(self, stall_s: float, now: Instant) -> None:
-        """For so long the coordinator may have read no messages: that silence is counted against nobody."""
+        """For so long the coordinator may have read no messages: that silence is counted against no worker."""
         for pulse in self.pulses.values():
             pulse.last_heartbeat_mono_s = min(now.mono_s, pulse.last_heartbeat_mono_s + stall_s)
             if pulse.disconnected_mono_s is not None:

@@ -3,14 +3,14 @@
 Guarantees:
 
 * A worker acts as itself alone: what it says goes up under the member number of the connection that it came by. Numbers are never
-  used again, so an answer that is late reaches nobody else.
+  used again, so an answer that is late reaches no other worker.
 * A folded heartbeat names only members that sent one since the last: the agent never beats for a worker that is silent. It
   leaves when all have sent one, and an interval after the last at the latest. A report that has not changed is not said again.
 * Arrivals at one barrier wait for those of the machine's other members, `hold_s` at most, and go up as one message. Each keeps the
   call id and the generation that its worker named, so each counts once, and the coordinator refuses each for itself. The last one
   of a machine never waits.
-* A worker whose connection drops is reported at once, and what it had not sent yet is not sent. A stream that is lost loses nobody:
-  the next one attaches everybody again, and whoever waits at a barrier arrives again under the same call id.
+* A worker whose connection drops is reported at once, and what it had not sent yet is not sent. A stream that is lost loses no worker:
+  the next one attaches all of them again, and one that waits at a barrier arrives again under the same call id.
 
 Pure: time arrives as `now_s`; reports and other messages are carried, not read. One caller at a time.
 """
@@ -294,7 +294,7 @@ class Multiplexer:
             case TimePassed():
                 return [*self._fold(now_s), *self._release_held(now_s)]
             case MemberAnswered() | TopologyChanged() | MeetingEnded():
-                # What a stream says that is over was said to nobody: the next one says what holds.
+                # What a stream says that is over counts for nothing: the next one says what holds.
                 return self._answered(stimulus, now_s) if stimulus.stream == self._stream else []
         assert_never(stimulus)
 
@@ -362,7 +362,7 @@ class Multiplexer:
     def _say(self, said: WorkerSaid) -> list[Action]:
         member = self._by_connection.get(said.connection)
         if member is None or self._stream is None:
-            return []  # What is lost with a stream is said again by whoever needs an answer.
+            return []  # What is lost with a stream is said again by the worker that needs an answer.
         return [Forward(member=member.number, message=said.message)]
 
     # --- barriers -------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ class Multiplexer:
         )
 
     def _is_complete(self, meeting: Meeting) -> bool:
-        """Nobody else of this machine is to come."""
+        """No other worker of this machine is to come."""
         return self._arrived[meeting] >= min(len(self._members), meeting.expected or len(self._members))
 
     def _count_out(self, meeting: Meeting) -> None:

@@ -4,7 +4,7 @@ Guarantees:
 
 * An agent is lost when its stream ended without a goodbye and was not opened again within the grace. It is lost no longer
   once it is back.
-* Nobody is lost who was never seen: a coordinator that has just started knows no streams, and their ends at its own end say
+* No agent is lost that was never seen: a coordinator that has just started knows no streams, and their ends at its own end say
   nothing about their agents.
 * What is remembered is bounded in time and in number: after `FORGOTTEN_AFTER_S` the keep-alives of the rendezvous have informed the
   rest.
@@ -63,7 +63,7 @@ class Presence:
             self.dropped_mono_s[agent] = now.mono_s
 
     def credit_stall(self, stall_s: float, now: Instant) -> None:
-        """For so long the coordinator may have read nothing: whoever came back meanwhile has not been seen yet."""
+        """For so long the coordinator may have read nothing: an agent that came back meanwhile has not been seen yet."""
         for agent, at_s in self.dropped_mono_s.items():
             self.dropped_mono_s[agent] = min(now.mono_s, at_s + stall_s)
 

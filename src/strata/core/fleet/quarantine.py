@@ -1,4 +1,4 @@
-"""Machines that are out of use: none of their agents takes part in a rendezvous until somebody clears them.
+"""Machines that are out of use: none of their agents takes part in a rendezvous until an operator clears them.
 
 A machine is put here by a person, or by a run whose policy says so (`gpu=quarantine`) when a device of it has failed. Known by
 its host name, as agents and workers report it. Journaled: a restart of the coordinator changes nothing. Pure.

@@ -15,7 +15,7 @@ MAX_NAMED = 20_000
 
 
 def who_survived(record: RecoveryRecorded) -> str:
-    """'2 survived in process, rank1 replaced'; empty where nobody has survived."""
+    """'2 survived in process, rank1 replaced'; empty where none has survived."""
     if not record.survived:
         return ""
     lost, joined = set(record.lost), set(record.joined)

@@ -1,10 +1,10 @@
 """What the coordinator forgets, and when: tasks that have ended, checkpoints that no longer exist, barriers that are over.
 
-Nothing that anybody can still use is forgotten: a task that waits or runs, a checkpoint that exists, a barrier that is open. What
+Nothing that can still be used is forgotten: a task that waits or runs, a checkpoint that exists, a barrier that is open. What
 was decided long ago is, so that a fleet's state, and with it the journal, stays as large as the fleet is and not as old. Some of each kind
 are kept whatever their age, because a clock may have been set.
 
-Other parts bound themselves: members are forgotten some time after they failed, jobs that nobody is in, recoveries and incidents
+Other parts bound themselves: members are forgotten some time after they failed, jobs that no worker is in, recoveries and incidents
 by number, values a day after they were last touched.
 
 Pure. What is forgotten is an event like any other, so a replay forgets the same.

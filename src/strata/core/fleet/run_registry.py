@@ -1,6 +1,6 @@
 """Runs that have an identity: which generation of each is the newest, and which runs the members of a job belong to.
 
-A run's generations only grow: whoever speaks for an earlier one than the newest known is refused. What one job says of a
+A run's generations only grow: a caller that speaks for an earlier one than the newest known is refused. What one job says of a
 run concerns that job alone. A worker or a checkpoint without a run id belongs to no run, and nothing here concerns it.
 Pure; part of `membership`.
 """

@@ -1,7 +1,7 @@
 """Named values that change only by compare-and-swap: what agents of a run use to find each other.
 
 A version number is given out once and never again, so a swap that expects an old value always fails. Values
-nobody has touched for a day (`values_s` of the retention) are dropped, and one job keeps only so many, in number and in bytes; a restart gives each another day, since how long it took is unknown to
+that were not touched for a day (`values_s` of the retention) are dropped, and one job keeps only so many, in number and in bytes; a restart gives each another day, since how long it took is unknown to
 the monotonic clock, and the other one may be set.
 
 A swap may be **soft**: it counts, fences and is read like any other, and is not journaled. A restart forgets it, and
@@ -52,7 +52,7 @@ ALL = "/"
 
 
 def owner_of(key: str) -> str:
-    """The job that a key belongs to: `job/NAME/…` is where callers bound to a job keep theirs. Empty: to nobody's."""
+    """The job that a key belongs to: `job/NAME/…` is where callers bound to a job keep theirs. Empty: to no job."""
     kind, _, rest = key.partition("/")
     return rest.partition("/")[0] if kind == "job" else ""
 
@@ -82,7 +82,7 @@ class Values:
         return self.soft.get(key) or self.durable.get(key)
 
     def decide_swap(self, command: SwapValue, now: Instant) -> list[Event]:
-        """The swap, or nothing when somebody else was faster. Expecting version 0 means: expecting nothing."""
+        """The swap, or nothing when another caller was faster. Expecting version 0 means: expecting nothing."""
         checks.name("key", command.key, limit=1024)
         if len(command.body) > VALUE_LIMIT_BYTES:
             raise InvalidArgument(

@@ -1,15 +1,15 @@
 """Finishing what dead workers began: what the agent of their machine uploads of the snapshots they left in its memory.
 
-A snapshot in shared memory outlives its process. When all workers of a machine have died and nobody starts them again, the agent
+A snapshot in shared memory outlives its process. When all workers of a machine have died and are not started again, the agent
 takes the newest one to the run's destinations, so that it outlives the machine too. It is the workers' checkpoint that becomes durable,
 with its place in the lineage and its data position: nothing is made anew.
 
-Fenced by generation. A destination that a newer generation has claimed, or that has a checkpoint as new, takes nothing: whoever
-continued the run wins. It is asked again just before the manifest is put, as for every other publisher. A destination that belongs to
-another run is left alone.
+Fenced by generation. A destination that a newer generation has claimed, or that has a checkpoint as new, takes nothing: the
+workers that continued the run win. It is asked again just before the manifest is put, as for every other publisher. A destination that
+belongs to another run is left alone.
 
 Workers come first. From the moment they are started again, nothing that was under way is published: they restore from the image, as if
-nobody had tried.
+nothing had been tried.
 
 Sharded state. Each agent has the parts of its machine's ranks. At the destination the agents report which snapshots each rank has; the
 newest that every rank of that world has is uploaded, part by part, and the agent of the first rank publishes the manifest. Where ranks
@@ -33,7 +33,7 @@ PATIENCE_S = 60.0
 ABSENCE_S = 5.0
 """Workers that were away for so long, because their machine waits for others, may be away for long."""
 UPLOADED, NOT_UPLOADED = "this machine's agent uploaded step", "was not uploaded by the agent"
-"""What an agent's lines about its uploads say, so that whoever leaves out what an agent complains of does not leave out these."""
+"""What an agent's lines about its uploads say, so that a filter that leaves out what an agent complains of does not leave out these."""
 
 Order = tuple[int, int]
 """Generation, then sequence within it."""
@@ -67,7 +67,7 @@ class Seen:
     """What a destination answered."""
 
     run: str
-    """Whose it is; empty where nobody's."""
+    """Whose it is; empty where it is no run's."""
     claimed: int = 0
     """The newest generation that has started."""
     newest: Order | None = None
@@ -213,7 +213,7 @@ class Finishing:
         self, snapshot: Left, *, claimed: int, is_there: bool
     ) -> Literal["given up", "superseded", "known"] | None:
         """Why the manifest of a snapshot may not be put, asked just before: by the newest generation that has started, and whether
-        somebody else has published the same meanwhile. None where it may."""
+        another process has published the same meanwhile. None where it may."""
         if self._given_up:
             return "given up"
         if claimed > snapshot.generation:
@@ -244,7 +244,7 @@ class Finishing:
         self._again(at, reason, now_s)
 
     def refused(self, destination: str, reason: str) -> None:
-        """By whoever publishes: a newer generation has started meanwhile."""
+        """By the publisher: a newer generation has started meanwhile."""
         self._end(self._destinations[destination], "refused", reason)
 
     def damaged(self, checkpoint_id: CheckpointId, reason: str) -> None:
@@ -263,7 +263,7 @@ class Finishing:
         )
 
     def give_up(self, reason: str) -> None:
-        """Workers are started again, or nobody may wait any longer: what is not published by now is not to be."""
+        """Workers are started again, or there is no more time to wait: what is not published by now is not to be."""
         self._given_up = reason
 
     @property

@@ -1,7 +1,7 @@
 """How a machine leaves a run that was notified when it goes: what is saved, by when, and what that means for the run.
 
 An agent has one `Handover`. Notices come from a person (through the coordinator), from a signal, or from the machine's cloud; the earliest
-deadline counts. The first one asks the workers to save and leave; whoever has not when `kill_in_s` is over is killed, so that what is
+deadline counts. The first one asks the workers to save and leave; those that have not when `kill_in_s` is over are killed, so that what is
 known can still be reported before the machine goes. The job decides by `choose_save` what can be saved in the time that is left: a
 durable checkpoint where that is likely to be written, else a snapshot that the machines that stay have in their memory.
 

@@ -8,7 +8,7 @@ Starting. Each rank says what it could load (`Survey`). A destination that did n
 the end: "there is no checkpoint" is believed only of a destination that said so. The best offer of any rank and tier is
 loaded; one that cannot be is struck out and the next best is taken, until none is left.
 
-Generations. Each start of a run is a generation, claimed at its destinations before anybody looks. A process of an
+Generations. Each start of a run is a generation, claimed at its destinations before any rank looks. A process of an
 earlier one that is still alive (a zombie) is refused when it publishes. What it published nevertheless, between looking
 and writing, is identified by its fence: the newest checkpoint that the later generation had seen when it took over.
 
@@ -118,7 +118,7 @@ class Survey:
     unreadable: tuple[str, ...] = ()
     """Checkpoints that are there, and whose manifest is damaged."""
     removed: tuple[CheckpointId, ...] = ()
-    """Checkpoints whose payload somebody has deleted from every destination: they are not wanted from memory either."""
+    """Checkpoints whose payload was deleted from every destination: they are not wanted from memory either."""
     destinations: tuple[str, ...] = ()
     generation: int = 0
     """What this rank has claimed at the destinations."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 Device = Literal["none", "done", "pending", "unknown"]
 """What is known of a device that makes the steps: there is none; it had made the boundary's step before anything was aborted,
-or had not; or nobody can tell."""
+or had not; or that is unknown."""
 NAMED = 3
 """So many of the things that have changed are named."""
 
@@ -55,7 +55,7 @@ class Facts:
     """The optimizer has hooks."""
     is_sharded: bool = False
     frozen: Frozen | None = None
-    """None where nobody has aborted anything: a collective has failed by itself."""
+    """None where nothing was aborted: a collective has failed by itself."""
     device: Device = "none"
     """Now."""
     has_read_on: bool = False

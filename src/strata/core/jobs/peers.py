@@ -35,7 +35,7 @@ class Peer:
     host: str = ""
     """For people."""
     rack: str = ""
-    """Empty where nobody has said."""
+    """Empty where it is not known."""
     address: str = ""
     """HOST:PORT."""
 
@@ -136,7 +136,7 @@ class Accepted:
 class Refused:
     reason: str
     is_stale: bool = False
-    """Nobody wants it any more: its sender is superseded, or late."""
+    """It is not wanted any more: its sender is superseded, or late."""
 
 
 @dataclass(slots=True)
@@ -224,7 +224,7 @@ class CopyTable:
         return old
 
     def forget(self, run: str, generation: int) -> list[Copy]:
-        """The run has ended, with this generation: nobody will ask for its copies."""
+        """The run has ended, with this generation: its copies will not be asked for."""
         if generation < self.generations.get(run, 0):
             return []
         removed = [copy for copy in self._everything() if copy.run == run]

@@ -4,12 +4,12 @@ One agent has a `Regroup` for the workers of its machine, and gives it what it o
 `strata.recoverable` functions, processes that end, time. `decide` says what to do next, until it says `Continue`.
 
 A generation is one process group of one set of workers. When a worker is lost, fails, or waits to join, the generation is over:
-every worker in it is asked to leave, which aborts its collectives. Whoever has left meets the workers of the other machines
-and enters the next generation; nobody waits for a replacement that is still starting, or for a worker that is busy. Those
+every worker in it is asked to leave, which aborts its collectives. A worker that has left meets those of the other machines
+and enters the next generation; none waits for a replacement that is still starting, or for a worker that is busy. Those
 join when they are ready, by the same way. Only sharded state needs every rank, so there all are waited for.
 
 A spare is a process beyond those that train: it waits at the function's entrance, in no generation, and takes the place of a worker
-that is lost, as its replacement that is ready already. One that ends meanwhile disturbs nobody, and another is started; after
+that is lost, as its replacement that is ready already. One that ends meanwhile disturbs no worker, and another is started; after
 `SPARE_LOSSES` of them in a row none is. A machine that stands by (`stand_by`) has all its workers wait like that, until it is let in.
 
 A process ends for one of four reasons: it was lost by itself; it failed by an error of its own; it did not leave in
@@ -36,7 +36,7 @@ of the restart, which has to wait for its end anyway."""
 SETTLE_S = 10.0
 """How long a replacement waits for the first step of those who train, where they have a job that says when they have made it."""
 START_S = 120.0
-"""How long a replacement may take until it is ready, where nobody can continue without it."""
+"""How long a replacement may take until it is ready, where no worker can continue without it."""
 SPARE_LOSSES = 5
 """So many spares in a row may end unused."""
 STEADY_S = 60.0
@@ -86,7 +86,7 @@ class Worker:
     asked_s: float | None = None
     """When it was asked to leave."""
     is_leaving: bool = False
-    """It has a complete state, and is about to leave: whoever waits for it waits for that."""
+    """It has a complete state, and is about to leave: those that wait for it wait for that."""
     is_sharded: bool = False
     """It trains a state that no other rank has."""
     is_behind: bool = False
@@ -181,7 +181,7 @@ class Regroup:
         self._has_job = False
         """Some worker has had a job, whose first step is reported."""
         self._dropped: int | None = None
-        """The worker whose connection ended, where the generation is over for that, and nobody knows why yet."""
+        """The worker whose connection ended, where the generation is over for that, and it is not known why yet."""
         self._furthest = -1
         """The newest step of any worker, ever."""
 
@@ -247,7 +247,7 @@ class Regroup:
             self._move(number, Phase.WITHDRAWN, now_s)
 
     def stepped(self, step: int) -> None:
-        """A worker has made this step: the recovery has led somewhere if nobody had made it before."""
+        """A worker has made this step: the recovery has led somewhere if no worker had made it before."""
         self._has_stepped = True
         if step > self._furthest:
             self._furthest = step
@@ -261,7 +261,7 @@ class Regroup:
     def dropped(self, number: int, reason: str, *, now_s: float) -> None:
         """A worker's connection has ended, as it does some time before a process that holds a device has."""
         if number not in self._workers:
-            return  # A spare, whose end disturbs nobody.
+            return  # A spare, whose end disturbs no worker.
         worker = self._workers[number]
         if worker.phase not in (Phase.INSIDE, *WAITING):
             return
@@ -296,7 +296,7 @@ class Regroup:
 
     def may_rescue(self, number: int, step: int) -> bool:
         """A worker that leaves has the complete state of this step: whether it should save it. The first of each step does; who is
-        further does too. Whoever comes from a generation before does not: the others have continued without it."""
+        further does too. One that comes from a generation before does not: the others have continued without it."""
         worker = self._workers[number]
         worker.is_leaving = True
         if worker.is_behind or (self._rescued is not None and step <= self._rescued):
@@ -378,7 +378,7 @@ class Regroup:
         if late := self._late(now_s):
             return self._replacement(late[0], f"it did not leave within {self.limits.timeout_s:g} s", now_s)
         instruction, lost = self._meet(now_s), self._in(Phase.LOST)
-        # While nobody waits for it: starting a process takes its time.
+        # While no worker waits for it: starting a process takes its time.
         if lost and isinstance(instruction, Continue):
             return self._replacement(lost[0], self._reason, now_s)
         return instruction
@@ -408,7 +408,7 @@ class Regroup:
         return Continue()
 
     def _replacement(self, number: int, reason: str, now_s: float) -> Replace | Take:
-        """Whoever is ready first: a spare that is, one that is starting, or a process that is started now."""
+        """The one that is ready first: a spare that is, one that is starting, or a process that is started now."""
         starting = (
             spare
             for spare, waiting in self._spares.items()
@@ -444,7 +444,7 @@ class Regroup:
         return Meet(workers=waiting, reason=self._reason)
 
     def _should_wait_for(self, busy: list[Worker], now_s: float) -> bool:
-        """Replacements have no state: they do not begin before somebody who has one, as long as there is somebody."""
+        """Replacements have no state: they do not begin before a worker that has one, as long as there is such a worker."""
         has_survivors = bool(self._in(Phase.OUTSIDE, Phase.FINISHED))
         return any(
             worker.is_leaving or not has_survivors or now_s - (worker.asked_s or now_s) < GRACE_S
@@ -452,7 +452,7 @@ class Regroup:
         )
 
     def _has_joiners(self, now_s: float) -> bool:
-        """Whether somebody waits to join, nobody else is about to, and those who train have started."""
+        """Whether a worker waits to join, no other is about to, and those who train have started."""
         joiners = self._in(Phase.READY, Phase.OUTSIDE)
         is_settling = not self._has_stepped and now_s < self._settled_s
         if not joiners or (is_settling and self._in(Phase.INSIDE)):

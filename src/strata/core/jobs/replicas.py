@@ -1,9 +1,9 @@
 """Which rank's copy of a replicated state is wrong, when copies that must be equal are not.
 
 Ranks that train the same model on different data have the same parameters and the same optimizer state after every step, bit
-for bit. One whose copy differs was changed by nobody's code: by its memory, its processor or its device. Each rank digests its copy,
+for bit. One whose copy differs was not changed by code, but by its memory, its processor or its device. Each rank digests its copy,
 all ranks see all digests, and `judge` says which of them are odd. What more than half of the ranks have is right; with two ranks, or
-without such a majority, nobody can tell, and only a state that was saved while all agreed can be trusted.
+without such a majority, it cannot be told which is right, and only a state that was saved while all agreed can be trusted.
 
 Pure: the digests come from `strata.training.replicas`.
 """

@@ -2,7 +2,8 @@
 
 A **copy** is where a checkpoint, or a part of one, lies: in the memory of a machine, in a peer's memory, on a disk, in object storage. A
 **domain** is what fails at once: a process, a machine, a rack, the site. A checkpoint is safe in a domain if what is left of its copies
-makes it up whichever one of that domain is lost. Nobody knows which machine will fail: one that some machine's loss would cost is not safe.
+makes it up whichever one of that domain is lost. It is not known which machine will fail: one that some machine's loss would cost is not
+safe.
 
 What is not known to survive counts as lost. A disk that another machine keeps outlives a machine, and nothing is known of its rack. Racks
 are spoken of only where they have names.
@@ -55,7 +56,7 @@ class Copy:
     parts: tuple[str, ...] = ()
     """What all of it consists of."""
     verified: bool | None = None
-    """Whether its bytes were compared with their digests, lately: None where nobody has."""
+    """Whether its bytes matched their digests, lately: None where they were not compared."""
 
     @property
     def is_off_site(self) -> bool:

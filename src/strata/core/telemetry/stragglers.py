@@ -61,7 +61,7 @@ class Stragglers:
     def judge(self, job: JobId, times: Sequence[StepTime]) -> list[Change]:
         """Called with the newest reports of a job's ranks; a report seen before does not count again."""
         known = self._records.setdefault(job, {})
-        # One that is alone has nobody who waits for it.
+        # A rank that is alone has no other that waits for it.
         self._forget(job, {reported.worker_id for reported in times} if len(times) > 1 else set())
         if len(times) < 2:
             return []

@@ -4,7 +4,7 @@
     loader = strata.ElasticLoader(packed, strata.ElasticSampler(len(packed), global_batch_size=256))
 
 Which pieces stand in which sequence is decided by `strata.core.data.packing` from the lengths of the documents, once; a
-sequence is then a sample like any other: it has a position, and whoever reads it reads the same. A sample has `input_ids`,
+sequence is then a sample like any other: it has a position, and every reader gets the same. A sample has `input_ids`,
 `labels` (the next token of the same document, -100 where there is none), `position_ids` (from 0 in each piece) and
 `document_ids` (0, 1, 2, … in each sequence, -1 for padding), int64 each. `cu_seqlens` and `document_mask` make of the last
 what variable-length attention and FlexAttention want. Needs no torch but for those two.

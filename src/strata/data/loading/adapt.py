@@ -38,7 +38,7 @@ AnyData: TypeAlias = ElasticLoader | DataLoader[Any] | Dataset[Any] | ElasticDat
 """What `strata.elastic(data=...)` takes."""
 
 _UNSEEDED = 67280421310721
-"""What PyTorch gives a generator that nobody has seeded."""
+"""What PyTorch gives a generator that was not seeded."""
 _ACCEPTED = (
     "a strata.ElasticLoader, a DataLoader or StatefulDataLoader, a dataset, or paths, globs and URLs of files"
 )
@@ -137,12 +137,12 @@ def _order(loader: DataLoader[Any], dataset: Any) -> tuple[Any, bool, int]:
 
 
 def _is_torchs(sampler: object) -> bool:
-    """Whether it is torch's or torchdata's, and not a class that somebody has made of it."""
+    """Whether it is torch's or torchdata's, and not a user's class derived from it."""
     return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    """The seed that was given to a generator. One that nobody has seeded differs from process to process, or says nothing."""
+    """The seed that was given to a generator. One that was not seeded differs from process to process, or says nothing."""
     if generator is None or (seed := generator.initial_seed()) == _UNSEEDED:
         return 0
     return seed

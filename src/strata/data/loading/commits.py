@@ -14,7 +14,7 @@ is called once per checkpoint, at a step boundary.
 Where other ranks are lost, `commit_alone` makes the record of a snapshot without asking them: every rank has trained the same
 steps, and which samples of them is arithmetic.
 
-Whoever saves in the background names the checkpoint, `commit(checkpoint_id)`, and reports its outcome later:
+A caller that saves in the background names the checkpoint, `commit(checkpoint_id)`, and reports its outcome later:
 `confirm` or `fail`. Until then nothing relies on it; see `strata.core.data.ledger.LedgerChain`, which decides all this.
 """
 

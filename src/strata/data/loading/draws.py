@@ -1,4 +1,4 @@
-"""What is drawn at random for a sample: a function of seed, epoch and sample, whoever reads it and when.
+"""What is drawn at random for a sample: a function of seed, epoch and sample, whichever process reads it and when.
 
 PyTorch seeds a loader process once. What it draws for a sample would then depend on how many loader processes there
 are and on what each has read before, and after a restart every augmentation would be another one. So in loader

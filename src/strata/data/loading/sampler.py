@@ -48,7 +48,7 @@ class ElasticSampler:
     """
 
     is_bounded = True
-    """Whether `total` is how many samples an epoch has; of a stream nobody may know."""
+    """Whether `total` is how many samples an epoch has; of a stream that may be unknown."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class ElasticSampler:
 
     def records_of(self, rank: int, since: tuple[int, int]) -> list[RankRecord]:
         """What `rank` of this world has committed on the way here from an epoch and position: every rank commits the same steps,
-        so this needs no word from it. Of this rank it is what `records` hands over, unless somebody has moved the position."""
+        so this needs no word from it. Of this rank it is what `records` hands over, unless a caller has moved the position."""
         found = []
         for epoch in range(since[0], self.epoch + 1):
             plan = replace(self.plan((epoch, since[1] if epoch == since[0] else 0)), rank=rank)

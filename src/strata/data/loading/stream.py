@@ -37,7 +37,7 @@ from strata.data.loading.steps import Batch, StepPlan
 from strata.data.loading.workers import end_with_trainer
 
 UNKNOWN_LENGTH = 2**53
-"""What the ledger counts against where nobody can say how long a stream is. When its end is seen, the rest counts as left out."""
+"""What the ledger counts against where it is not known how long a stream is. When its end is seen, the rest counts as left out."""
 STATE_LIMIT_BYTES = 1 << 20
 """A state travels in the manifest of each checkpoint."""
 
@@ -241,7 +241,7 @@ class _Pieces(IterableDataset[_Piece]):
     def _take(self, samples: Iterator[Any], at: int, size: int) -> tuple[Callable[[int], Any], int]:
         """Read a global batch; how to make this rank's part of it, once it is known how many samples it has, and how many."""
         plan = self._plan
-        # How a batch is divided depends on its size, and the last one is smaller: nobody's part starts later then.
+        # How a batch is divided depends on its size, and the last one is smaller: no rank's part starts later then.
         mine = slice_for(plan.rank, plan.world_size, 0, size)
         kept: list[Any] = []
         first: Any = None

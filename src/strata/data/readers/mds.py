@@ -273,7 +273,7 @@ def _decoder(encoding: str, path: str) -> Callable[[bytes], Any]:
     if kind in _SCALARS:
         return lambda data: np.frombuffer(data, _SCALARS[kind], 1)[0].item()
     match kind:
-        case "bytes" | "jpeg" | "png":  # Images stay what they are: whoever wants pixels decodes them.
+        case "bytes" | "jpeg" | "png":  # Images stay what they are: a caller that wants pixels decodes them.
             return bytes
         case "str":
             return bytes.decode

@@ -2,7 +2,7 @@
 
 `ShardManager` cuts datasets into shards and deals them to workers: balanced, moving only what must move when
 a worker joins or leaves (`strata.core.data.sharding`). What a checkpoint committed (`commit`) decides which shards
-are finished and where an unfinished one continues for whoever reads it next. In one process and in memory; the
+are finished and where an unfinished one continues for its next reader. In one process and in memory; the
 coordinator does the same for a fleet.
 """
 

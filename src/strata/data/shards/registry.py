@@ -276,7 +276,7 @@ class DatasetRegistry:
         ]
 
     def _files(self, dataset_id: str, shard: AssignedShard) -> tuple[str, ...]:
-        """A coordinator that cannot see the files gives the dataset's path; whoever sees them there knows which."""
+        """A coordinator that cannot see the files gives the dataset's path; a worker that sees them there knows which."""
         paths = tuple(shard.file_paths)
         if len(paths) != 1 or os.path.isfile(paths[0]):
             return paths

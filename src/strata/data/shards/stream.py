@@ -3,7 +3,7 @@
 For workers that read at their own pace instead of in step. A position is `shard * shard_size + offset`: the
 ledger counts shards and ordered epochs with the same arithmetic. Reading begins in each shard where the committed
 checkpoint left it. What is read counts when the trainer takes it and a checkpoint commits it; after a crash
-whoever gets the shard continues from there.
+the worker that gets the shard continues from there.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is named after one version of one object, so a replaced object is never served f
 is removed and fetched again. Of several processes that want a block one fetches it, and the others wait for it.
 
 Space is reserved before anything is written, under a lock of the whole cache: an unfinished block counts with its full size.
-Whoever fetches holds a lock on the unfinished file, which the kernel releases with the process, so what a killed process
+A process that fetches holds a lock on the unfinished file, which the kernel releases with it, so what a killed process
 left is distinguished from what is under way, and removed when space is needed. The least recently used blocks go first.
 
 A cache that cannot be used is no error: then blocks are fetched and not kept.
@@ -231,7 +231,7 @@ class BlockCache:
     def _remove(self, path: Path, inode: int) -> None:
         with exclusively(self.folder / _LOCK) as lock:
             status = path.stat()
-            if status.st_ino == inode:  # Nobody has put another in its place.
+            if status.st_ino == inode:  # No other file was put in its place.
                 path.unlink()
                 if (used := _number(lock)) is not None:
                     _note(lock, used - status.st_size)

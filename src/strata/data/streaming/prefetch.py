@@ -1,4 +1,4 @@
-"""Fetching what the next batches need before anybody reads it.
+"""Fetching what the next batches need before it is read.
 
 A loader knows which samples come next, whatever their order. A dataset with remote parts has `ahead()`, which says how to fetch what
 some of its samples need; mixtures, packed and mapped datasets ask the ones they are made of. `Prefetcher` is given the samples some
@@ -104,7 +104,7 @@ class Prefetcher:
     def _run(self) -> None:
         try:
             while (samples := self._wanted.get()) is not None and not self._is_closed:
-                with suppress(StrataError):  # Whoever reads it says what is wrong.
+                with suppress(StrataError):  # The thread that reads it reports what is wrong.
                     self._ahead.fetch(samples, in_memory=self._in_memory)
         finally:
             self._ahead.close()

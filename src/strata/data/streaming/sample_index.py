@@ -3,10 +3,10 @@
     strata index --samples s3://bucket/train/*.jsonl.gz -o s3://bucket/train.samples
     dataset = ElasticDataset("s3://bucket/train.samples")
 
-Tars, lines and compressed files say nowhere how many samples they hold, so somebody has to read them once. `discover` does so file
+Tars, lines and compressed files say nowhere how many samples they hold, so they have to be read once. `discover` does so file
 by file, and keeps each file's index in the cache, also while it is built: killed, it continues in the middle of the file. `save`
-puts all of them into one file, beside the data or anywhere; whoever opens that reads nothing else before the first sample. It
-names the version of each object: a dataset that was changed since is refused where it was.
+puts all of them into one file, beside the data or anywhere; a dataset opened from it reads nothing else before the first sample.
+The file names the version of each object: a dataset that was changed since is refused where it was.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ IN_MEMORY_BYTES = 64 * 2**20
 """So much of the blocks it fetched itself a process keeps, so that they are read without the disk; and so much at most of what
 it fetched of blocks that no disk keeps."""
 _STALE_S = 60.0
-"""What was fetched ahead so long ago and not read is in nobody's way."""
+"""What was fetched ahead so long ago and not read makes way for more."""
 _PEEK_BYTES = 64
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
@@ -297,8 +297,8 @@ class _Piece:
 
 
 class _Fetching:
-    """What is fetched beside reading, in a few threads of this process. Never raises: whoever reads what could not be fetched
-    tries it again, and says what is wrong.
+    """What is fetched beside reading, in a few threads of this process. Never raises: the thread that reads what could not be
+    fetched tries it again, and reports what is wrong.
 
     A block can be read as soon as its bytes are here, while they are written to the cache. The last few stay in memory. Pieces of
     blocks that no disk keeps stay until others need the space after they were read; where all of it waits to be read, no more is fetched.

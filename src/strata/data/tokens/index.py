@@ -106,7 +106,7 @@ class TokenIndex:
             ) from None
         except InvalidIndex as error:
             raise InvalidIndex(f"{self.path}: {error.message}", hint=error.hint) from None
-        # Sequences are read in shuffled order: reading ahead would fetch what nobody asked for.
+        # Sequences are read in shuffled order: reading ahead would fetch what was not asked for.
         self._map.madvise(mmap.MADV_RANDOM)
         self.tokens = self._section(TOKENS_AT, self.header.total_tokens, self._token_type)
 
@@ -223,7 +223,7 @@ class TokenIndex:
         self.__dict__.pop("_starts", None)
         self.__dict__.pop("document_starts", None)
         self.__dict__.pop("_places", None)
-        with suppress(BufferError):  # somebody still holds a view; the map goes with it
+        with suppress(BufferError):  # a caller still holds a view; the map goes with it
             self._map.close()
 
     def __enter__(self) -> TokenIndex:

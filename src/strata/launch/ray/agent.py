@@ -2,8 +2,8 @@
 
 The actor writes the task's configuration to its node, starts the supervisor of `strata.launch.supervisor`, follows its output and
 says how it ended. Supervisor, agent and workers end with the actor's process, so a node that Ray gives up holds nothing back.
-Started again, here or elsewhere, it is a new agent that joins the others. Whoever asks names the term in which it leads: once a
-later one has asked, earlier ones are refused. Secrets of the task are hidden here, where they are known whoever leads.
+Started again, here or elsewhere, it is a new agent that joins the others. A coordinator that asks names the term in which it leads:
+once a later one has asked, earlier ones are refused. Secrets of the task are hidden here, where they are known whichever leads.
 """
 
 from __future__ import annotations

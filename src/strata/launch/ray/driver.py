@@ -106,7 +106,7 @@ class Driver:
         self._closed.set()
 
     def say(self, news: Observation | News) -> None:
-        """From any thread. Waits while the coordinator is busy; what nobody reads any more is dropped."""
+        """From any thread. Waits while the coordinator is busy; what is no longer read is dropped."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(news)
 
@@ -151,7 +151,7 @@ class Driver:
         run.end(agents)
 
     def _sweep(self) -> None:
-        """What an earlier leader had still under way when this one looked for runs is nobody's."""
+        """End what an earlier leader still had under way when this one looked for runs."""
         from strata.launch.ray.memory import ClusterMemory
         from strata.launch.ray.run import find_runs
 

@@ -157,7 +157,7 @@ class RayLauncher:
             return
         self._driver = None
         self._capacity = Capacity(workers=0, gpus=0)
-        if self._adopted is not None:  # Whoever waits for it will try again.
+        if self._adopted is not None:  # The caller that waits for it will try again.
             if not self._adopted.done():
                 self._adopted.set_exception(LaunchFailed("The Ray driver ended before it was connected."))
             return
@@ -228,7 +228,7 @@ class _Driver:
             received.set()
             launcher._received(message)
 
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nothing listens any more.
             while True:
                 try:
                     message = self._connection.recv()

@@ -1,7 +1,7 @@
 """What coordinators remember in the Ray cluster itself: which of them leads, and how runs ended.
 
-A **term** is claimed before anything is looked for; whoever finds a later one changes nothing more. The end of a run is here before
-its last trace is removed: where the coordinator is lost before it has recorded the end, the next one finds it.
+A **term** is claimed before anything is looked for; a coordinator that finds a later one changes nothing more. The end of a run is
+here before its last trace is removed: where the coordinator is lost before it has recorded the end, the next one finds it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Until there is capacity the others continue without it. The run is over when one
 for good, or when it was asked to stop; only after everything has exited is its end reported.
 
 Everything is named by the run, and the run by its task and attempt, which are on record before anything is started: what is there is
-found by whoever leads next, and nothing is started twice. A coordinator that another one has superseded changes nothing any more.
+found by the coordinator that leads next, and nothing is started twice. A coordinator that another one has superseded changes
+nothing any more.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class RayRun:
         self._in_thread(self._complete_and_watch)
 
     def end(self, agents: Mapping[int, Any]) -> None:
-        """Nobody wants it: no word is said about it."""
+        """It is not wanted: nothing is reported about it."""
         self._agents = [_Watched(index=i, actor=actor) for i, actor in sorted(agents.items())]
         self.stop(patience_s=LEAVE_S)
         self._in_thread(self._watch)
@@ -261,7 +262,7 @@ class RayRun:
                 self._memory.note_end(self.run_id, self._cause)
         except Superseded:
             return
-        except Exception as error:  # Where the cluster is lost there is nobody to find it either.
+        except Exception as error:  # Where the cluster is lost, no coordinator finds it there either.
             lost = lost or f"the Ray cluster no longer answers for it: {type(error).__name__}: {error}"
         self._clear()
         if plan is None:

@@ -2,7 +2,7 @@
 
 `log` costs a few microseconds: the values of a call are put down in a row, the names only once. A thread of its own gathers
 rows, four times a second, for the coordinator (`worker.outbox`) and for sinks. Tensors on a GPU are copied as part of its
-stream (`scalars`) and read when they have arrived: nobody waits for the device. What cannot be kept is dropped, counted and said.
+stream (`scalars`) and read when they have arrived: no thread waits for the device. What cannot be kept is dropped, counted and said.
 
 Values of rank 0 are kept; calls on other ranks return at once.
 """
@@ -264,7 +264,7 @@ class MetricLog:
             for held in self._sinks:
                 self._release(held, all_of_it=self._ends.is_set() and self._keeps_all)
             self._say_drops()
-        except Exception:  # Whoever only watches must not end what is watched.
+        except Exception:  # What only watches must not end what is watched.
             log.exception("metrics were lost")
 
     def _grouped(self, wait: bool) -> list[SinkRows]:

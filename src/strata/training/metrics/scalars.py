@@ -81,7 +81,7 @@ class ScalarCopies:
         if lane is None:
             lane = self._opened(key, stream)
         landing = lane.landing()
-        with lane.mode:  # Cheaper than `no_grad` for many tensors: nobody counts their versions.
+        with lane.mode:  # Cheaper than `no_grad` for many tensors: their versions are not counted.
             copy_all(lane.parts, tensors)
             landing.values.copy_(lane.gathered, non_blocking=True)
         landing.arrived.record(lane.stream)

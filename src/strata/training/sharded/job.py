@@ -83,7 +83,7 @@ class ShardedJob:
 
     @property
     def part(self) -> str:
-        """What this rank has of the state, where others have the same; empty where nobody has, or that is not known yet."""
+        """What this rank has of the state, where others have the same; empty where no other has, or that is not known yet."""
         if self._plan is None or len(set(self._plan.part_names)) == len(self._plan.part_names):
             return ""
         return self._plan.part_names[self._rank]

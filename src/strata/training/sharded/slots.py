@@ -48,5 +48,5 @@ def _left_over_slots(run: str, *, root: Path | None, local_world_size: int) -> s
 
 
 def local_world_size() -> int:
-    """How many ranks this machine has; where nobody has said so, as many as there are."""
+    """How many ranks this machine has; where that is not set, as many as there are."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", rank_and_world()[1]))

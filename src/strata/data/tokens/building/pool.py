@@ -165,6 +165,6 @@ def attempt(
     except StrataError as error:
         return error
     except ConnectionError:
-        raise  # from `alive`: nobody waits for this part any more
+        raise  # from `alive`: no build waits for this part any more
     except OSError as error:
         return BuildFailed(f"Reading {chunk.source.path} or writing to {folder} failed: {error}.")

@@ -1,7 +1,7 @@
 """One tokenizing process: configured once, then chunk after chunk until its caller closes the pipe.
 
-Started by `pool`, never by hand. While it works it now and then sends a sign of life; when nobody is there to
-receive it the process ends, so a killed build leaves no busy process behind.
+Started by `pool`, never by hand. While it works it now and then sends a sign of life; when no process is there to
+receive it, this one ends, so a killed build leaves no busy process behind.
 """
 
 from __future__ import annotations

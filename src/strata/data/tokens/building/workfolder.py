@@ -78,7 +78,7 @@ def for_plan(folder: Path, plan: bytes) -> Path:
 def remove(folder: Path) -> None:
     """Only while holding the lock. It goes last: from then on the folder may be another build's."""
     lock = folder / LOCK
-    with suppress(OSError):  # What stays is in nobody's way; a folder that is not empty is in use.
+    with suppress(OSError):  # What stays does no harm; a folder that is not empty is in use.
         for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

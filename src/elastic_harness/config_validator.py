@@ -1,4 +1,7 @@
-"""Everything that is wrong with a configuration, found at once and before anything starts. Everything lives in `strata.trainer.validation`."""
+"""Everything that is wrong with a configuration, found at once and before anything starts.
+
+Everything lives in `strata.trainer.validation`.
+"""
 
 from __future__ import annotations
 

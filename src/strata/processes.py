@@ -118,8 +118,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int) -> None:
-    """The kernel sends `number` to this process when the thread that started it has ended; 0 for nothing any more. A parent that had ended before
-    this call is not noticed: see `os.getppid`."""
+    """The kernel sends `number` to this process when the thread that started it has ended; 0 for nothing any
+    more. A parent that had ended before this call is not noticed: see `os.getppid`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 

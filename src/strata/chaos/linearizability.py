@@ -4,8 +4,9 @@ A history holds each operation with when it was called, when it was answered and
 can be put in one order that agrees with their times, in which every answer is what a `Model` of the key says. An operation whose outcome
 is unknown may have taken effect at any time after it was called, or never.
 
-The search is Wing and Gong's, with Lowe's memory of what was tried: operations that are concurrent are tried in every order, and no set of
-operations that leads to the same state twice. Keys are independent of each other, so each is searched alone. Pure: nothing here reads a clock.
+The search is Wing and Gong's, with Lowe's memory of what was tried: operations that are concurrent are tried in every order,
+and no set of operations that leads to the same state twice. Keys are independent of each other, so each is searched alone.
+Pure: nothing here reads a clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A coordinator, clients and a training job under load and faults for as long as is asked, watched for leaks.
 
-In rounds: clients write down all they see for a while, a fault is injected, and what they saw is checked (`linearizability`) and forgotten, so
-that this process itself does not grow. Beside them workers stay for the whole time, others come and go, pages are read, and a small
-real job trains. The coordinator is killed in the first third alone: after that one process lives to the end, and shows what it leaks.
+In rounds: clients write down all they see for a while, a fault is injected, and what they saw is checked (`linearizability`)
+and forgotten, so that this process itself does not grow. Beside them workers stay for the whole time, others come and go,
+pages are read, and a small real job trains. The coordinator is killed in the first third alone: after that one process lives
+to the end, and shows what it leaks.
 
 Everything it starts it ends, and it says what was left. Only its own processes are ever touched.
 """

@@ -4,9 +4,9 @@ Each check says what it measured and, where that alone is a fault, why. Rates ar
 other machines (`strata.core.fleet.health`). Checks run side by side, each for a fraction of a second. What a busy machine has not
 answered when the time is over is not known; of a device it is a fault by itself (`HANG_S`), because one that hangs does not say so.
 
-`examine` runs them here, which opens the devices: an agent calls `examine_in_subprocess`, in a process of their own, so that nothing of it stays.
-Others' checks are entry points of the group `strata.health_checks`: functions without arguments that return nothing, or numbers by
-name, and raise `Unfit`, or anything else, with what is wrong.
+`examine` runs them here, which opens the devices: an agent calls `examine_in_subprocess`, in a process of their own, so that
+nothing of it stays. Others' checks are entry points of the group `strata.health_checks`: functions without arguments that
+return nothing, or numbers by name, and raise `Unfit`, or anything else, with what is wrong.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ USUAL = (
     *("STRATA_CHECKPOINTS", "STRATA_SIGNING_KEY", "STRATA_TLS_CA"),
     *("CHECKPOINT_BUCKET", "CHECKPOINT_DIR", "STORAGE_BACKEND", "LOGLEVEL", "LOG_FORMAT"),
 )
-"""Credentials are not among them: the coordinator's certificate and key are its own, and AWS_ACCESS_KEY_ID, HF_TOKEN, WANDB_API_KEY and the like are the operator's to name. Files in
-the user's home are found all the same."""
+"""Credentials are not among them: the coordinator's certificate and key are its own, and AWS_ACCESS_KEY_ID, HF_TOKEN,
+WANDB_API_KEY and the like are the operator's to name. Files in the user's home are found all the same."""
 
 
 def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:

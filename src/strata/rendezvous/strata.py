@@ -1,7 +1,7 @@
 """The `strata` rendezvous back end: the coordinator itself, so that no etcd is needed to start.
 
-`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`, or several of them between commas. The coordinator keeps the values and knows who is
-present; everything else is shared with the etcd back end.
+`torchrun --rdzv-backend=strata --rdzv-endpoint=HOST:50051`, or several of them between commas. The coordinator keeps the
+values and knows who is present; everything else is shared with the etcd back end.
 """
 
 from __future__ import annotations

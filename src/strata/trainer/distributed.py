@@ -63,7 +63,8 @@ class ElasticTrainingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ElasticTrainingConfig:
-        """What `NNODES` (or `MIN_NODES` and `MAX_NODES`), `NPROC_PER_NODE`, `RDZV_BACKEND`, `RDZV_ENDPOINT` and `RDZV_ID` say, and the defaults."""
+        """What `NNODES` (or `MIN_NODES` and `MAX_NODES`), `NPROC_PER_NODE`, `RDZV_BACKEND`, `RDZV_ENDPOINT` and `RDZV_ID` say, and
+        the defaults."""
         environ = os.environ if environ is None else environ
         given: dict[str, Any] = {
             name.lower(): environ[name]

@@ -1,9 +1,9 @@
 """The background thread that keeps a worker in touch with its coordinator.
 
-One thread, one event loop, one stream. Heartbeats go out on time whatever the training thread does, also while
-it waits at a barrier. A lost connection is taken up again with back-off and jitter, under the same incarnation, with
-whichever of the coordinators leads by then (`strata.leader`); barrier arrivals that were waiting are sent again and count once. When the coordinator says that this
-incarnation is over, everything that waits fails with `StaleWorker` and nothing more is sent.
+One thread, one event loop, one stream. Heartbeats go out on time whatever the training thread does, also while it waits at a
+barrier. A lost connection is taken up again with back-off and jitter, under the same incarnation, with whichever of the
+coordinators leads by then (`strata.leader`); barrier arrivals that were waiting are sent again and count once. When the
+coordinator says that this incarnation is over, everything that waits fails with `StaleWorker` and nothing more is sent.
 
 Nothing here ever blocks a training step: callers hand over values and, where they want an answer, wait for it.
 """

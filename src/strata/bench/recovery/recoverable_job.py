@@ -2,9 +2,9 @@
 
     recoverable_job.py NAME FOLDER STATE_BYTES DEVICE BACKEND [fsdp] [peer]
 
-Ranks with DDP, or with FSDP2, whose state only all of them together have; weights and two moments of AdamW together have STATE_BYTES. Runs until it is killed. Every step is noted in
-FOLDER, a line each: when, by which process, which step. A file FOLDER/leave makes its ranks leave as if another was lost,
-which is how a rank by itself can be measured.
+Ranks with DDP, or with FSDP2, whose state only all of them together have; weights and two moments of AdamW together have
+STATE_BYTES. Runs until it is killed. Every step is noted in FOLDER, a line each: when, by which process, which step. A file
+FOLDER/leave makes its ranks leave as if another was lost, which is how a rank by itself can be measured.
 """
 
 from __future__ import annotations

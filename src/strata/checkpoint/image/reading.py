@@ -1,8 +1,8 @@
 """From stored bytes to a state: fetched, verified, then opened, in this order.
 
-What is verified is what is used: a payload is read into memory of this process, hashed there, and opened from
-there, so nothing that changes in a store afterwards can reach the state (`in_place` does the same chunk by chunk). Opening is `torch.load(weights_only=True)`:
-no code from the file runs, unless the caller says that the source is trusted.
+What is verified is what is used: a payload is read into memory of this process, hashed there, and opened from there, so
+nothing that changes in a store afterwards can reach the state (`in_place` does the same chunk by chunk). Opening is
+`torch.load(weights_only=True)`: no code from the file runs, unless the caller says that the source is trusted.
 """
 
 from __future__ import annotations

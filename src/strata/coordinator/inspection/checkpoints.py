@@ -1,8 +1,8 @@
 """Re-hashing a registered checkpoint on behalf of the API: is every byte what was saved?
 
 Files are read in processes of their own, a few checkpoints at a time, only through their manifests, and only where the
-caller may have files read (`auth.paths`); nothing is changed, opened or unpickled. A caller waits a moment for the answer; where the bytes are many it learns that the work continues, and
-asks again for the outcome.
+caller may have files read (`auth.paths`); nothing is changed, opened or unpickled. A caller waits a moment for the answer;
+where the bytes are many it learns that the work continues, and asks again for the outcome.
 """
 
 from __future__ import annotations

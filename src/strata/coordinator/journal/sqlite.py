@@ -1,9 +1,10 @@
 """The durable history: what the coordinator has acknowledged survives it.
 
-`append` returns only when the events are on disk (SQLite in WAL mode, `synchronous=FULL`, one transaction per
-batch). A snapshot is a shorter history that leads to the same state, written in pieces between the appends; loading yields the
-newest that was completed and then every event after it. Older events are kept for the story (`strata replay`) up to a bound in number and in bytes,
-values without their bodies: however often a value is overwritten, the file stays as large as the state and the story are.
+`append` returns only when the events are on disk (SQLite in WAL mode, `synchronous=FULL`, one transaction per batch). A
+snapshot is a shorter history that leads to the same state, written in pieces between the appends; loading yields the newest
+that was completed and then every event after it. Older events are kept for the story (`strata replay`) up to a bound in
+number and in bytes, values without their bodies: however often a value is overwritten, the file stays as large as the state
+and the story are.
 
 A write that fails for lack of space is repeated once with the reserve (`space`) released. Nothing else is ever repeated: after
 a failed fsync it is unknown what the disk holds. A snapshot leaves the reserve, and the space that changes need, alone.

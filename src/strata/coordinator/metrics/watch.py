@@ -1,9 +1,10 @@
 """Once a second: what every job's workers report, added up, remembered and judged.
 
-From heartbeats come a job's metrics (loss, speed, step times), where its time went, and which of its ranks the others
-wait for; a failure that was recorded becomes a line in the log. From the coordinator itself come its own metrics. All of it is soft: read from state that is there anyway,
-kept in memory of fixed size; only goodput and what each job reported last are written down, so that a restart does not forget them. Looking takes no more
-than a small part of the time, however large the fleet.
+From heartbeats come a job's metrics (loss, speed, step times), where its time went, and which of its ranks the others wait
+for; a failure that was recorded becomes a line in the log. From the coordinator itself come its own metrics. All of it is
+soft: read from state that is there anyway, kept in memory of fixed size; only goodput and what each job reported last are
+written down, so that a restart does not forget them. Looking takes no more than a small part of the time, however large the
+fleet.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Incidents: each failure of a run as one record, from the first evidence to what it cost.
 
 An incident is opened by the first that knows of a failure: the agent of the machine, which sees the process end; else the
-coordinator, which loses the worker; else the recovery itself. What others report of the same failure is added to it, and who failed
-first and how is decided anew from all of it (`strata.core.faults.failures`). It is closed when the run has recovered, has stopped, or
-has failed again. Ranks that hang and are not ended are one as well, closed when the run makes steps again. Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
+coordinator, which loses the worker; else the recovery itself. What others report of the same failure is added to it, and who
+failed first and how is decided anew from all of it (`strata.core.faults.failures`). It is closed when the run has recovered,
+has stopped, or has failed again. Ranks that hang and are not ended are one as well, closed when the run makes steps again.
+Saves that fail and ranks that the others wait for are incidents too, which stop nothing.
 
 Pure: decides without changing, applies without deciding. The newest are kept, the oldest dropped.
 """

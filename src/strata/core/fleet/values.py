@@ -1,8 +1,8 @@
 """Named values that change only by compare-and-swap: what agents of a run use to find each other.
 
-A version number is given out once and never again, so a swap that expects an old value always fails. Values
-that were not touched for a day (`values_s` of the retention) are dropped, and one job keeps only so many, in number and in bytes; a restart gives each another day, since how long it took is unknown to
-the monotonic clock, and the other one may be set.
+A version number is given out once and never again, so a swap that expects an old value always fails. Values that were not
+touched for a day (`values_s` of the retention) are dropped, and one job keeps only so many, in number and in bytes; a
+restart gives each another day, since how long it took is unknown to the monotonic clock, and the other one may be set.
 
 A swap may be **soft**: it counts, fences and is read like any other, and is not journaled. A restart forgets it, and
 the last value that was journaled is back, under a version of its own. Numbers for soft swaps are reserved

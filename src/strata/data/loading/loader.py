@@ -5,13 +5,13 @@
         loss = criterion(model(batch.data)) * batch.step.weight
         ...
 
-`ElasticLoader` puts PyTorch's `DataLoader` under an `ElasticSampler` (map-style datasets) or an
-`ElasticIterableDataset` and tags every batch with its positions. `state_dict` counts the batches that were
-handed to the trainer; with `commit="explicit"` only those it passed to `commit`, one by one or, where gradients are
-accumulated over several, all at once when the optimizer has stepped. Prefetched batches that were never consumed are read
-again after a resume, and are nowhere in the ledger. So are batches that were not committed when a loop is left and
-another started; a loop that read to the epoch's end is not left, and the next one reads the next epoch. What loader processes draw at random for
-a sample does not depend on them either: see `strata.data.loading.draws`.
+`ElasticLoader` puts PyTorch's `DataLoader` under an `ElasticSampler` (map-style datasets) or an `ElasticIterableDataset` and
+tags every batch with its positions. `state_dict` counts the batches that were handed to the trainer; with
+`commit="explicit"` only those it passed to `commit`, one by one or, where gradients are accumulated over several, all at
+once when the optimizer has stepped. Prefetched batches that were never consumed are read again after a resume, and are
+nowhere in the ledger. So are batches that were not committed when a loop is left and another started; a loop that read to
+the epoch's end is not left, and the next one reads the next epoch. What loader processes draw at random for a sample does
+not depend on them either: see `strata.data.loading.draws`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import pytest
 from strata.checkpoint.peers.link import HeldCopy, PeerLink
 from strata.checkpoint.peers.wire import PeerError
 from strata.files import write_file
+from strata.launch.cleanup import is_tracker
 from strata.launch.coordinator import CoordinatorProcess
 from strata.processes import machine_token
 from tests.support import eventually
@@ -131,14 +132,16 @@ class Fleet:
         return safe
 
     def lose(self, name: str) -> None:
-        """All processes of a machine, at once, its network and its memory."""
+        """All processes of a machine, at once, its network and its memory. Python's resource tracker removes their semaphores, and
+        ends by itself."""
         process = self.machines.pop(name).process
         if self._lan is not None and name in APART:
             self._lan.cut(APART.index(name))
         everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for each in everyone:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                if not is_tracker(each.pid):
+                    each.kill()
         process.wait()
         psutil.wait_procs(everyone[1:], timeout=60)
         shutil.rmtree(self.folder / name)

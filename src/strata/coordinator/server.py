@@ -400,7 +400,7 @@ class Server:
             try:
                 await runner.run()
             finally:
-                self._attends_no_more.set()  # Not waited for: once elected it leads at once.
+                self._attends_no_more.set()  # The thread is not waited for: an elected coordinator leads at once.
 
     def _say_that_attends(self, journal: EtcdJournal) -> None:
         """In a thread, until `_attends_no_more`: the leader then says that no coordinator looks after what runs on this machine."""

@@ -1,7 +1,7 @@
 """Everything that is wrong with a configuration, found at once and before anything starts.
 
 Errors are settings that cannot work; warnings are settings that work but probably not as meant, among them unknown keys,
-with the nearest known one, and those that somebody other than the trainer reads. Each names its key path. Nothing is
+with the nearest known one, and those that another program reads. Each names its key path. Nothing is
 changed, nothing is contacted unless `validate_s3` asks for it. The tables below are the one list of keys the trainer knows,
 as JSON Schema, and of what other programs call them; `strata.validation` compares, the texts users know are here, and so are
 the rules between keys.
